@@ -291,24 +291,6 @@ def test_later_launches_wait_before_they_touch_memory(plug_in, monkeypatch, chip
             assert ptx.index("griddepcontrol.wait") < touched.start()
 
 
-@pytest.mark.parametrize(("samples", "expected"), [(1, 4), (41, 3)])
-def test_states_of_few_heads_load_one_more_tile_ahead(plug_in, monkeypatch, samples, expected):
-    """Two heads per multiprocessor, and there are 82, leave room for as many tiles as planned."""
-    plug_in("H100")
-    stages = {}
-
-    def record(step, live):
-        if "STAGES" in step.kernel.arg_names:
-            place = step.kernel.arg_names.index("STAGES")
-            stages[step.kernel.fn.__name__] = step.arguments[place]
-        step.runner = step.launch = lambda *arguments: None
-
-    monkeypatch.setattr(recipes.Step, "record", record)
-    inputs = torch.zeros(3, samples, 4, 64, 64, dtype=BFLOAT16).unbind()
-    lln.lln_attention(*inputs, **GIVEN, is_causal=True)
-    assert stages["chunk_states_kernel"] == expected
-
-
 def parameters_in(ptx):
     """The sizes of the parameters of a compiled kernel, as the driver will see them."""
     (entry,) = re.findall(r"\.entry \w+\(([^)]*)\)", ptx)

@@ -16,8 +16,7 @@ from lln.eager.summary import heads_of
 from lln.eager.tiling import cut_tiles
 from lln.functional.one_by_one import as_sample
 from lln.functional.way import Prepared, Way
-from lln.kernels.blocks.block_ops import fused_blocks
-from lln.kernels.blocks.window_ops import fused_window
+from lln.kernels.blocks.block_ops import fused_blocks, fused_window
 from lln.kernels.launching.limits import (
     MAX_WIDTH,
     blocks_fit,

@@ -29,8 +29,6 @@ LEAST_CHUNKS = 16
 # With as many heads per multiprocessor, passes over chunks without far states save more time than
 # shorter stretches.
 LEAST_HEADS = 1.4
-# With fewer heads per multiprocessor there is room to load one more tile ahead.
-ROOMY_HEADS = 2
 
 
 class ChunkedCall(NamedTuple):
@@ -127,10 +125,8 @@ class ChunkedCall(NamedTuple):
         workspace |= states | {f"{name}_before": states[name] for name in STATE}
         workspace["p_sum_before"] = whole, sums
         grid = (self.segments, self.programs)
-        own, tile = values | state_of(""), chosen.chunk_state
-        if self.segments == 1 and self.programs < ROOMY_HEADS * chosen.cores:
-            tile = tile._replace(stages=tile.stages + 1)
-        steps = [over_tiles(chunk_states_kernel, grid, own, tile)]
+        own = values | state_of("")
+        steps = [over_tiles(chunk_states_kernel, grid, own, chosen.chunk_state)]
         if self.segments > 1:
             steps.append(scan_step("", "_before", self.programs, chosen, values))
         return steps, workspace

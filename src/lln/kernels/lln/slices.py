@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.kernels.blocks import window_ops
+from lln.kernels.blocks import block_ops
 from lln.kernels.launching.operators import launched
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.lln import lln_ops
@@ -75,7 +75,7 @@ def _forward(*inputs: Any, save: bool = True) -> tuple[Any, ...]:
     for part, own in cut(tensors, width):
         summaries += lln_ops.forward((*own, *numbers), save, out[..., part])[1:]
     if blocks is not None:
-        window_ops.add_blocks(tensors[:3], blocks.numbers, out, blocks.mix)
+        block_ops.add_blocks(tensors[:3], blocks.numbers, out, blocks.mix)
     return out, *summaries
 
 
@@ -107,7 +107,7 @@ def _gradients(
     assert dk is not None
     if blocks is not None:
         mix, own = blocks
-        window_ops.add_block_gradients(gradient, tensors[:3], own, (dq, dk, dv), mix)
+        block_ops.add_block_gradients(gradient, tensors[:3], own, (dq, dk, dv), mix)
         # The others are of the LLN part alone.
         dalpha, dbeta = (None if side is None else side * mix for side in (dalpha, dbeta))
     dmix = torch.cat(of_mix, -1) if asked[2] and of_mix else dmix[0] if dmix else None
