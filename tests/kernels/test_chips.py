@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 import lln
 from lln.functional import kernel_ways, prepared_calls
-from lln.kernels.keys import sharded_keys_ops
+from lln.kernels.keys import keys_ops
 from lln.kernels.launching import limits, plain_launches, recipes, sizes
 
 # Name → compute capability, and the shared memory that a program can have.
@@ -83,12 +83,12 @@ def fit_rank(dtype, width, masked):
     mask = torch.rand(2, 300) > 0.5 if masked else None
     gaps = torch.tensor([0, 5]) if masked else None
     sizes = {"block_size": 64, "group_size": 32}
-    mean = sharded_keys_ops.fused_means(query, mask, gaps, blocks=5, flip=False, **sizes)
-    sharded_keys_ops.fused_candidates(mean, key[:, :, :300], mask, gaps, 64, **sizes)
+    mean = keys_ops.fused_means(query, mask, gaps, blocks=5, flip=False, **sizes)
+    keys_ops.fused_candidates(mean, key[:, :, :300], mask, gaps, 64, **sizes)
     slots = [torch.randn(2, 2, width, *shape).requires_grad_() for shape in ((), (width,), ())]
     indices = torch.randint(300, 370, (2, 4, 10, 64))
     numbers = {"held": torch.tensor([900, 900]) if masked else 900, "key_mask": mask, **sizes}
-    out = sharded_keys_ops.fused_sharded_keys(
+    out = keys_ops.fused_sharded_keys(
         query, key, value, 2.0, 0.0, slots, indices, scale=None, **numbers
     )
     torch.autograd.grad(out, (query, key, value, *slots), torch.ones_like(out))

@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 from lln.checks.call import Call
 from lln.eager.key_blocks import blocks_in
 from lln.eager.selection import MOST_SCORES, group_means, largest
-from lln.kernels.keys.sharded_keys_ops import fused_candidates, fused_means
+from lln.kernels.keys.keys_ops import fused_candidates, fused_means
 from lln.parallel.collectives import exchange
 from lln.parallel.journeys import gather_later
 from lln.parallel.whole_blocks import OwnBlocks, WholeBlocks

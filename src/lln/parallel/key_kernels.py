@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lln.checks.call import Call
-from lln.kernels.keys.sharded_keys_ops import fused_sharded_keys
+from lln.kernels.keys.keys_ops import fused_sharded_keys
 from lln.parallel.key_rows import FarRows
 from lln.parallel.summary_merge import RankSummaries
 from lln.parallel.whole_blocks import OwnBlocks
