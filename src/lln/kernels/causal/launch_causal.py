@@ -1,8 +1,5 @@
 """Causal attention from tensors to kernels: stretches, their states, walks and repairs.
 
-A sequence is cut into stretches. One program *walks* a stretch: it goes over its tiles in order and
-carries a state, the summary of all earlier keys. Stretches whose rows lost digits are walked again.
-
 Dimension legend: B samples (or packed sequences), H query heads, Hk key heads, T tokens, D head
 width, E value width. Every query head has its own walk, so there are H summaries.
 """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lln.eager.key_blocks import blocks_in
 from lln.kernels.keys.launch_choice import gaps_before
-from lln.kernels.launching.kernel_arguments import flat_scale, mask_bytes
+from lln.kernels.launching.kernel_arguments import flat_beta, flat_scale, mask_bytes
 from lln.kernels.summaries.lln_call import LLNCall
 
 # Log-mass, centroid and mean key.
@@ -137,20 +137,13 @@ class KeysCall(NamedTuple):
             "p_gaps": gaps,
             "p_held": held,
             "p_alpha": flat_scale(self.alpha, batch, query),
-            "p_beta": self._flat_beta(),
+            "p_beta": flat_beta(self.beta, self.summary_heads, batch, query),
             "p_offset": flat_scale(self.offset, batch, query),
             "alpha": self.alpha_number,
             "beta": self.beta_number,
             "offset": self.offset_number,
             **others,
         }
-
-    def _flat_beta(self) -> Tensor:
-        """β of every summary ``[B · SH]``; anything where it is one number."""
-        beta, slots = self.beta, self.summary_heads
-        if beta is not None and beta.shape[1] != slots:
-            beta = beta.repeat_interleave(slots // beta.shape[1], 1)
-        return flat_scale(beta, self.query.shape[0], self.query)
 
     @property
     def masking(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,5 @@
 """Attention with exact keys as PyTorch operators, and calls of its kernels with autograd.
 
-As in `run`, ordinary calls use an ``autograd.Function``; a compiler, a transform or a
-dispatch mode gets the operators.
-
 A rank of several computes three steps, between which ranks talk to each other (`lln.parallel`): the
 mean queries of its groups, its best keys for the groups of all ranks, and the attention of its own
 queries. Nothing of it is an operator: how many rows a rank fetches depends on the choice, which no

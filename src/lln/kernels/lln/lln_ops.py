@@ -1,8 +1,6 @@
 """The fused kernels as PyTorch operators: schemas, fakes and gradients.
 
-Registered through ``torch.library``, so that ``torch.compile``, CUDA graphs, activation
-checkpointing and ``opcheck`` know them. `run` decides whether a call needs them. Triton
-is imported when a kernel first runs, never here.
+`run` decides whether a call needs them. Triton is imported when a kernel first runs, never here.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width, SH summary heads (H if β differs within a group of query heads, else Hk), n packed

@@ -1,8 +1,6 @@
 """Calls of the kernels: seeds, slices of wide values, and autograd.
 
-Ordinary calls use an ``autograd.Function``: an operator with a Python gradient costs 0.2 ms before
-it starts, more than the kernels take. Under a compiler, a transform or a dispatch mode, calls go
-through the operators of `lln.kernels.lln.lln_ops`.
+Through the operators of `lln.kernels.lln.lln_ops` or without (`lln.kernels.launching.operators`).
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width, n packed sequences.

@@ -178,18 +178,11 @@ def list_pages(call: PagesCall) -> PageLists:
 
 
 def _mark(call: PagesCall, values: dict[str, Any], count: int) -> Recipe:
-    tiles = cdiv(values["chunk"], 64)
-    mark = values | {"tiles": tiles, "BQ": 64}
-    wide = min(256, max(16, power_of_two(values["words"])))
-    own = values | {"BV": 8, "BW": wide}
+    tiles, wide = cdiv(values["chunk"], 64), min(256, max(16, power_of_two(values["words"])))
+    mark = Step(page_lists.mark_kernel, (tiles * count,), values | {"tiles": tiles, "BQ": 64}, 4)
     grid = (cdiv(call.pages, 8) * count,)
-    return Recipe(
-        [
-            Step(page_lists.mark_kernel, (tiles * count,), mark, 4),
-            Step(page_lists.count_kernel, grid, own, 4),
-        ],
-        {},
-    )
+    own = values | {"BV": 8, "BW": wide}
+    return Recipe([mark, Step(page_lists.count_kernel, grid, own, 4)], {})
 
 
 def _list(call: PagesCall, values: dict[str, Any], count: int) -> Recipe:

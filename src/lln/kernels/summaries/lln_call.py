@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lln.kernels.launching.kernel_arguments import (
+    flat_beta,
     flat_scale,
     mask_bytes,
     precision_of,
@@ -118,15 +119,13 @@ def runtime_args(call: LLNCall, like: Tensor, summaries: int) -> dict[str, Any]:
     Every one of the ``summaries`` of a sample (fixed-size states of keys and values) has its β.
     Where the mix is a number the pointer of ``like`` ``[B, H, T, E]`` is passed.
     """
-    query, beta, samples = call.query, call.beta, call.samples
-    if beta is not None and beta.shape[1] != summaries:
-        beta = beta.repeat_interleave(summaries // beta.shape[1], 1)
+    query, samples = call.query, call.samples
     return {
         "p_q": query,
         "p_k": call.key,
         "p_v": call.value,
         "p_alpha": flat_scale(call.alpha, samples, query),
-        "p_beta": flat_scale(beta, samples, query),
+        "p_beta": flat_beta(call.beta, summaries, samples, query),
         "p_mask": mask_bytes(call.mask, query),
         "p_m": like if call.mix is None else call.mix.expand(like.shape),
         "p_starts": query if call.bounds is None else call.bounds,

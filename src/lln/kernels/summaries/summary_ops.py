@@ -1,8 +1,6 @@
 """The halves of LLN attention with gradients: `fused_summary` and `fused_read`.
 
-As in `run`, ordinary calls use an ``autograd.Function``, and calls under a compiler, a
-transform or a dispatch mode go through operators. Wide values go in slices. A call without tokens
-is the caller's to answer.
+Wide values go in slices. A call without tokens is the caller's to answer.
 
 Dimension legend: B batch, H query heads, Hk key heads, SH summary heads, T queries, S keys, D head
 width, E value width.
