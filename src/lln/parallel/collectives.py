@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lln.errors import PeerError
-from lln.parallel.ranks import Ranks, find_group
+from lln.parallel.ranks import Ranks, find_group, find_ranks
 
 # Called "into" before PyTorch 2.13, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -160,3 +160,26 @@ def backward_of(purpose: str) -> str:
 
 def _first_line(error: RuntimeError) -> str:
     return str(error).strip().split("\n")[0].rstrip(".")
+
+
+def sum_gradients(model: nn.Module, group: Any = None) -> None:
+    """Add up what the tokens of all ranks contribute to the gradients of a model's weights.
+
+    For a loss that is divided by the number of tokens of *all* ranks, every rank then has the
+    gradients of one process. DDP and FSDP do this themselves, and divide by the number of ranks.
+
+    Args:
+        model: After ``backward``. A weight that this rank's tokens did not use contributes zeros.
+        group: A process group, or one axis of a ``DeviceMesh``; None = all processes.
+
+    Raises:
+        PeerError: If another rank stops, does not come, or has another model.
+    """
+    operation = "lln.parallel.sum_gradients"
+    ranks = find_ranks(group, operation)
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            with named(ranks.name, f"{operation}: adding up the gradients of {name}"):
+                dist.all_reduce(weight.grad, group=ranks.group())

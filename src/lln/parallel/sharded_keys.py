@@ -18,13 +18,13 @@ from lln.eager.key_attention import attend_rows, share_of
 from lln.eager.key_blocks import Groups
 from lln.eager.key_terms import KeyTerms
 from lln.eager.run import numbers_of_blocks, repeat_heads, widen
+from lln.kernels.keys.keys_ops import fused_sharded_keys
 from lln.kernels.launching.limits import widest_value
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards
 from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import borrow_sides
 from lln.parallel.key_choice import Choice, choose_together, gather_means
-from lln.parallel.key_kernels import read_by_kernels
 from lln.parallel.key_rows import FarRows, fetch_rows, lend_rows
 from lln.parallel.local_passes import LocalPasses, takes_keys
 from lln.parallel.summary_merge import RankSummaries, gather_summaries
@@ -156,7 +156,7 @@ def _attend(call: Call, shards: Shards, impl: str) -> Tensor:
     if blocks.place.shape[1] == 0:
         out = _nothing(query, call, (*summaries(), far(query.dtype).rows))
     elif by_kernels:
-        out = read_by_kernels(call, here, far, summaries)
+        out = _read_by_kernels(call, here, far, summaries)
     else:
         out = _read(call, here, choice, far, summaries)
     # Ranks need not compute alike, but what they send each other must have one dtype.
@@ -212,6 +212,44 @@ def _read(
     groups = Groups(blocks, call.group_size, mask)
     terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
     return attend_rows(terms, share, far(query.dtype).spread(query.shape[-1]), choice.seen)
+
+
+def _read_by_kernels(
+    call: Call,
+    here: OwnBlocks,
+    far: Callable[[torch.dtype], FarRows],
+    summaries: Callable[[], RankSummaries],
+) -> Tensor:
+    """The same by the fused kernels, in the dtype of query."""
+    query, key, value = call.qkv
+    layout, blocks, counted = here.layout, here.blocks, here.counted
+    if layout.is_crossed:
+        # The kernels count blocks from the first token, which may belong to another rank's.
+        query, key, value = (blocks.gather(side).flatten(2, 3) for side in (query, key, value))
+        counted = blocks.valid(counted).flatten(1)
+    assert call.beta is not None
+    known = summaries()
+    slots, number = known.centred(call.beta, known.log_mass.shape[2])
+    key, value, indices = far(key.dtype).behind(key, value)
+    assert call.alpha is not None
+    assert call.offset is not None
+    out = fused_sharded_keys(
+        query,
+        key,
+        value,
+        call.alpha,
+        call.offset,
+        slots,
+        indices,
+        key_mask=counted,
+        held=layout.shards.bounds.tokens if counted is None else number,
+        block_size=layout.size,
+        group_size=call.group_size,
+        scale=call.scale,
+    )
+    if layout.is_crossed:
+        out = blocks.scatter(out.unflatten(2, blocks.place.shape[1:]))
+    return out
 
 
 def _nothing(query: Tensor, call: Call, sides: tuple[Tensor, ...]) -> Tensor:

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.kernels.blocks.gaps import find_gaps
 from lln.kernels.blocks.triton_blocks import blocks_bwd_kernel, blocks_fwd_kernel
+from lln.kernels.blocks.triton_gaps import LOOK, gap_kernel
 from lln.kernels.launching.kernel_arguments import mask_bytes
-from lln.kernels.launching.recipes import Recipe, launch_heads, over_tiles
+from lln.kernels.launching.recipes import Recipe, Step, Workspace, launch_heads, over_tiles
 from lln.kernels.launching.shapes import layout_of, output_like
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import Tile, cdiv
+from lln.kernels.summaries.lln_call import LLNCall
 
 
 class BlockCall(NamedTuple):
@@ -99,3 +100,17 @@ def _launch(kernel: Any, call: BlockCall, heads: int, walker: str, **others: Ten
     options = ("blocks", layout_of(mask), *call[4:])
     family = ("blocks", call.block_size)
     launch_heads(walker, sides, runtime, options, family, write, call.block_size)
+
+
+def find_gaps(samples: int, tokens: int, block_size: int) -> tuple[list[Step], Workspace]:
+    """The launch that writes where blocks begin, ``p_starts``, and the memory for it."""
+    values = {"tokens": tokens, "block_size": block_size, "LOOK": LOOK}
+    workspace: Workspace = {"p_starts": ((samples,), torch.int32)}
+    return [Step(gap_kernel, (samples,), values, 4)], workspace
+
+
+def starts_of(call: LLNCall) -> tuple[list[Step], Workspace]:
+    """The same for a call; nothing where blocks begin with the sequences, as ``bounds`` say."""
+    if not call.is_shifted:
+        return [], {}
+    return find_gaps(call.samples, call.key.shape[2], call.block_size)

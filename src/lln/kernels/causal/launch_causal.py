@@ -12,9 +12,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lln.kernels.blocks.gaps import starts_of
-from lln.kernels.causal.launch_chunks import ChunkedCall
-from lln.kernels.causal.launch_states import STATE, exponent_type, scan_step, state_of
+from lln.kernels.blocks.launch_blocks import starts_of
+from lln.kernels.causal.launch_chunks import (
+    STATE,
+    ChunkedCall,
+    exponent_type,
+    scan_step,
+    state_of,
+)
 from lln.kernels.causal.triton_walk_gathering import causal_gather_kernel
 from lln.kernels.causal.triton_walk_keys import causal_key_kernel
 from lln.kernels.causal.triton_walk_outputs import causal_fwd_kernel

@@ -47,19 +47,12 @@ class Outside(NamedTuple):
 
 
 class KeysCall(NamedTuple):
-    """One call.
+    """One call; what is not said here is as in `lln.kernels.summaries.lln_call.LLNCall`.
 
     Attributes:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, T, D]``.
-        value: ``[B, Hk, T, E]``.
-        alpha: 4-D, broadcasts to ``[B, H, 1, 1]``; None = ``alpha_number``.
-        beta: 4-D; None = ``beta_number``.
         offset: 4-D; None = ``offset_number``.
         indices: int32 ``[B, H, G, K]``, contiguous; -1 = none.
         mask: bool ``[B, T]`` or None.
-        alpha_number: α where it is one number.
-        beta_number: β where it is one number.
         offset_number: The offset where it is one number.
         block_size: W, a power of two.
         group_size: Queries in a group, a power of two.

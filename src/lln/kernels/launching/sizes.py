@@ -138,26 +138,17 @@ class Sizes:
         read: Queries against it.
         joint_read: The same with the diagonal part; its tile holds ``block_rows`` tokens.
         ahead_read: The same for `triton_forward.read_both_ahead`; None = not used.
-        query_grad: Backward over the queries.
-        slot_grad: Its second pass, where wide heads have one (`triton_wide_queries`).
-        key_grad: Backward over the keys.
-        joint_grad: Backward over both, with the diagonal part.
-        walk: Causal attention, tile by tile.
-        walk_query: Its backward, forward over the tiles.
-        walk_key: Its backward, backward over the tiles.
-        chunk_state: Its states before every chunk, where it goes by chunks.
-        chunk_gather: The gathered states behind every chunk.
-        chunk: The outputs of a chunk.
-        chunk_query: Its backward over the queries.
-        chunk_key: Its backward over the keys.
-        window_read: Sliding windows, and blocks tile by tile
-            (`lln.kernels.blocks.triton_window`).
-        window_query: Their gradients of the queries.
-        window_value: Those of the values, where wide heads have a pass for them.
-        window_key: Those of the keys, or of both.
+        query_grad: Backward over the queries; so is ``slot_grad``, the second pass of wide heads
+            (`triton_wide_queries`).
+        key_grad: Backward over the keys; ``joint_grad`` over both, with the diagonal part.
+        walk: Causal attention, tile by tile; ``walk_query`` and ``walk_key`` are its backward,
+            forward and backward over the tiles.
+        chunk_state: Its states before every chunk, where it goes by chunks; ``chunk_gather`` the
+            gathered ones behind it. The others are the outputs of a chunk and its backward.
+        window_read: Sliding windows, and blocks tile by tile; then gradients of the queries, of the
+            values, where wide heads have a pass for them, and of the keys, or of both.
         page_score: Rows of queries, and keys across, whose scores are computed at once.
-        page_read: Rows that read one page.
-        page_grad: The same with gradients.
+        page_read: Rows that read one page; ``page_grad`` with gradients.
         has_chunks: Whether causal attention goes by chunks where it can
             (`lln.kernels.causal.launch_chunks`).
         block_rows: Tokens per tile with the diagonal part: whole blocks.

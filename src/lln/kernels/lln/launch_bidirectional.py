@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.kernels.blocks.gaps import starts_of
+from lln.kernels.blocks.launch_blocks import starts_of
 from lln.kernels.launching.recipes import Recipe, over_tiles
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.sizes import Sizes
