@@ -28,14 +28,13 @@ from lln.kernels.launching.recipes import Recipe, Step, Workspace, over_tiles
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import Tile, cdiv, walk_stretch
-from lln.kernels.summaries.gradients import allocate_gradients, finish_gradients, mix_shape
+from lln.kernels.summaries.gradients import launch_gradients
 from lln.kernels.summaries.launch_passes import summarise_steps
 from lln.kernels.summaries.lln_call import (
     Gradients,
     LLNCall,
     constant_args,
     launch_call,
-    mix_mode,
     runtime_args,
 )
 
@@ -68,24 +67,14 @@ def causal_gradients(
     dv_out: Tensor | None = None,
 ) -> Gradients:
     """Gradients of query, key, value, and of alpha, beta and mix where wanted."""
-    alpha_grad, beta_grad, mix_grad = wanted
-    query, value, heads = call.query, call.value, call.query.shape[1]
-    if query.numel() == 0 or value.numel() == 0:
-        return call.no_gradients()
-    mode = mix_mode(call.mix, 1) if mix_grad and call.mix is not None else 0
-    of_alpha = of_beta = of_mix = None
-    if alpha_grad or beta_grad or mode:
-        segments, _ = _segments(call, call.sizes(heads))
-        parts = (call.samples, heads, segments)
-        of_alpha, of_beta = parts if alpha_grad else None, parts if beta_grad else None
-        of_mix = mix_shape(mode, query, value.shape[3], parts)
-    runtime = runtime_args(call, gradient, heads)
-    made = allocate_gradients(call, gradient, runtime, heads, of_alpha, of_beta, of_mix, dv_out)
-    asked = (alpha_grad, beta_grad, mode)
-    launch_call(
-        "causal backward", call, runtime, heads, _write_backward, *asked, others=(gradient, dv_out)
+    heads = call.query.shape[1]
+
+    def parts_of(_: int) -> tuple[tuple[int, ...], ...]:
+        return ((call.samples, heads, _segments(call, call.sizes(heads))[0]),) * 3
+
+    return launch_gradients(
+        "causal backward", call, gradient, heads, wanted, dv_out, parts_of, _write_backward
     )
-    return finish_gradients(call, made, heads // call.key.shape[1])
 
 
 def _segments(call: LLNCall, chosen: Sizes) -> tuple[int, int]:
