@@ -18,10 +18,9 @@ from torch import Tensor
 
 from lln.checks.call import Call
 from lln.cpu import compiled_passes
-from lln.cpu.compiled_attention import attend_compiled
+from lln.cpu.compiled_attention import attend_compiled, walk_compiled
 from lln.cpu.compiled_matching import compiled_curves
 from lln.cpu.compiled_passes import WINDOW_ROWS, Blocks, Exact, PassCall
-from lln.cpu.compiled_walk import walk_compiled
 from lln.eager import run as eager
 from lln.eager.causal import GUARD
 from lln.eager.causal_walk import Inputs

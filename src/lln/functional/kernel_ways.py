@@ -28,7 +28,7 @@ from lln.kernels.launching.limits import (
 )
 from lln.kernels.lln.run import fused_attention
 from lln.kernels.lln.slices import AddedBlocks
-from lln.kernels.summaries.decode_ops import fused_decode
+from lln.kernels.summaries.summary_ops import fused_decode
 from lln.precision import accumulation_dtype
 from lln.tracing import is_compiling, is_transformed, is_watched
 

@@ -22,8 +22,7 @@ from lln.parallel.agreement import Shards
 from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import start_diagonal
 from lln.parallel.local_passes import LocalPasses, choose_passes
-from lln.parallel.summary_merge import RankSummaries, gather_summaries
-from lln.parallel.temperature_merge import measure_shards
+from lln.parallel.summary_merge import RankSummaries, gather_summaries, measure_shards
 from lln.parallel.together import Together, attend_together
 
 

@@ -27,8 +27,7 @@ from lln.parallel.diagonal_part import borrow_sides
 from lln.parallel.key_choice import Choice, choose_together, gather_means
 from lln.parallel.key_rows import FarRows, fetch_rows, lend_rows
 from lln.parallel.local_passes import LocalPasses, takes_keys
-from lln.parallel.summary_merge import RankSummaries, gather_summaries
-from lln.parallel.temperature_merge import measure_shards
+from lln.parallel.summary_merge import RankSummaries, gather_summaries, measure_shards
 from lln.parallel.together import Together, attend_together
 from lln.parallel.whole_blocks import OwnBlocks, lay_blocks
 from lln.precision import accumulation_dtype

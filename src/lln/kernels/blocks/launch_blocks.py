@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.kernels.blocks.triton_blocks import blocks_bwd_kernel, blocks_fwd_kernel
-from lln.kernels.blocks.triton_gaps import LOOK, gap_kernel
+from lln.kernels.blocks.triton_blocks import LOOK, blocks_bwd_kernel, blocks_fwd_kernel, gap_kernel
 from lln.kernels.launching.kernel_arguments import mask_bytes
 from lln.kernels.launching.recipes import Recipe, Step, Workspace, launch_heads, over_tiles
 from lln.kernels.launching.shapes import layout_of, output_like

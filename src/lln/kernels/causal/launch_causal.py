@@ -20,10 +20,10 @@ from lln.kernels.causal.launch_chunks import (
     scan_step,
     state_of,
 )
-from lln.kernels.causal.triton_walk_gathering import causal_gather_kernel
 from lln.kernels.causal.triton_walk_keys import causal_key_kernel
 from lln.kernels.causal.triton_walk_outputs import causal_fwd_kernel
 from lln.kernels.causal.triton_walk_queries import causal_query_kernel
+from lln.kernels.causal.triton_walk_states import causal_gather_kernel
 from lln.kernels.launching.recipes import Recipe, Step, Workspace, over_tiles
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.sizes import Sizes

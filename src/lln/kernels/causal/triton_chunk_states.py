@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.causal.triton_walk_gathering import load_levels
+from lln.kernels.causal.triton_walk_states import load_levels
 from lln.kernels.launching.triton_order import wait_for_launch
 from lln.kernels.launching.triton_steps import (
     NEVER,
