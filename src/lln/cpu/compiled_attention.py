@@ -105,12 +105,9 @@ class _CompiledAttention(torch.autograd.Function):
 def walk_compiled(inputs: Inputs, guard: float, by_torch: Callable[[Inputs], Tensor]) -> Tensor:
     """Causal attention ``[B, H, T, E]``; heads with rows that have lost digits by PyTorch.
 
-    What one sample holds changes nothing in another, not even its rounding.
-
-    Args:
-        inputs: Of a call that `compiled_passes` know; key and value may have fewer heads.
-        guard: The smallest normaliser of a row that has its digits.
-        by_torch: Computes the same with PyTorch, differentiable any number of times.
+    What one sample holds changes nothing in another, not even its rounding. Key and value may have
+    fewer heads. The guard is the smallest normaliser of a row that has its digits; ``by_torch``
+    computes the same with PyTorch, differentiable any number of times.
     """
     query, key, value, alpha, beta, key_mask = inputs
     with torch.no_grad():

@@ -97,11 +97,8 @@ def agree(
 ) -> tuple[Call, Shards]:
     """Check this rank's arguments and compare them with the other ranks'.
 
-    Args:
-        check: Checks the arguments and makes a call of them.
-        lengths: The number of keys of every rank; None = ask them in every call.
-        ranks: The group.
-        operation: The name of the entry point.
+    ``check`` checks the arguments and makes a call of them; without the number of keys of every
+    rank they are asked in every call.
 
     Raises:
         InvalidInputError: If this rank's arguments do not fit, or differ from other ranks'.

@@ -149,4 +149,4 @@ class KeysCall(NamedTuple):
             gaps = torch.zeros_like(self.outside.held)
             return mask_bytes(mask, query), gaps, self.outside.held
         held = mask.sum(-1, dtype=torch.int32)
-        return mask_bytes(mask, query), gaps_before(mask, self.block_size, query), held
+        return mask_bytes(mask, query), gaps_before(mask, self.block_size), held

@@ -69,7 +69,7 @@ def choose(
 
     K, ``keys``, is at most T; ``flip`` says whether scores have a negative factor.
     """
-    gaps = None if mask is None else gaps_before(mask, block_size, query)
+    gaps = None if mask is None else gaps_before(mask, block_size)
     place = BlockPlace(mask, gaps, block_size, group_size)
     blocks = blocks_in(query.shape[2], block_size, mask is not None)
     if keys == 0:
@@ -167,8 +167,6 @@ def _write_best(mean: Tensor, key: Tensor, place: BlockPlace, keys: int, scored:
     return Recipe(steps, workspace)
 
 
-def gaps_before(mask: Tensor | None, block_size: int, stand_in: Tensor) -> Tensor:
+def gaps_before(mask: Tensor, block_size: int) -> Tensor:
     """How far before token 0 the first block of every sample begins: int32 ``[B]``."""
-    if mask is None:
-        return stand_in
     return (-first_tokens(mask) % block_size).to(torch.int32)

@@ -125,11 +125,9 @@ class Recipe:
     """The launches of one kind of call, and the workspace (temporary memory) they need."""
 
     def __init__(self, steps: list[Step], workspace: Workspace) -> None:
-        """Lay out the workspace.
+        """Lay out the workspace of launches in order.
 
-        Args:
-            steps: The launches in order.
-            workspace: Temporary tensors; one with the name of a call's argument takes precedence.
+        It is temporary; a tensor with the name of a call's argument takes precedence.
         """
         self.steps, self.workspace = steps, workspace
         names = {name for step in steps for _, name in step.fills}
@@ -209,13 +207,9 @@ def launch_cached(
 ) -> None:
     """Run a call's recipe; write it first if this kind of call is new.
 
-    Args:
-        kind: Everything that decides the launches.
-        family: What decides whether sizes fit the chip; kinds of one family shrink together.
-        runtime: Arguments by the names of the places.
-        device: Where the tensors are.
-        choose: Chooses the sizes.
-        write: Makes the recipe for them.
+    The kind is everything that decides the launches, the family what decides whether sizes fit the
+    chip: kinds of one family shrink together. ``choose`` chooses the sizes, ``write`` makes the
+    recipe for them; ``runtime`` has the arguments by the names of the places.
     """
 
     def run_first() -> Recipe:
@@ -251,15 +245,10 @@ def launch_heads(
 ) -> None:
     """The same for a pass over heads of queries, keys and values.
 
-    Args:
-        name: The pass.
-        sides: ``[B, heads, tokens, channels]`` by their names in the kernels, among them ``p_q``,
-            ``p_k`` and ``p_v``.
-        runtime: Other arguments by the names of the places.
-        options: What decides the launches besides how ``sides`` lie in memory.
-        family: What decides whether sizes fit besides types and widths.
-        write: Makes the recipe for sizes, from the arguments that calls of one kind share.
-        block_size: For the sizes.
+    ``sides`` are ``[B, heads, tokens, channels]`` by their names in the kernels, among them
+    ``p_q``, ``p_k`` and ``p_v``. Options decide the launches besides how these lie in memory, the
+    family decides whether sizes fit besides types and widths. ``write`` makes the recipe for sizes,
+    from the arguments that calls of one kind share; the block size is that of `choose_sizes`.
     """
     query, key, value = (sides[side] for side in ("p_q", "p_k", "p_v"))
     (batch, heads, tokens, width), key_heads = query.shape, key.shape[1]

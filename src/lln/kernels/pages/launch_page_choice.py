@@ -61,7 +61,6 @@ class Near(NamedTuple):
 
     def numbers(self, query: Tensor, key: Tensor) -> dict[str, Any]:
         """What most kernels are told: these numbers, and those of heads and tokens."""
-        heads, key_heads = query.shape[1], key.shape[1]
         return {
             "window": self.window,
             "sinks": self.sinks,
@@ -71,8 +70,6 @@ class Near(NamedTuple):
             "T": query.shape[2],
             "S": key.shape[2],
             "ahead": key.shape[2] - query.shape[2],
-            "HK": key_heads,
-            "R": heads // key_heads,
         }
 
 

@@ -86,10 +86,6 @@ class LLNCall(NamedTuple):
         """How many places the blocks of ``tokens`` tokens cover at most."""
         return tokens + self.block_size - 1 if self.is_shifted else tokens
 
-    def options(self) -> Hashable:
-        """What the kernels depend on besides the call's tensors."""
-        return self.query.device, self.block_size, self.scale, self.dropout_p, self.longest
-
     def family(self, name: str) -> Hashable:
         """What decides whether sizes fit the chip; calls of one family share smaller sizes."""
         query, width = self.query, self.value.shape[3]
@@ -140,7 +136,8 @@ def kind_of(
     name: str, call: LLNCall, *flags: Hashable, others: tuple[Tensor | None, ...] = ()
 ) -> Hashable:
     """What decides the launches of a pass; see `launch_call`."""
-    return name, *flags, call.layout_key(*others), call.options()
+    options = (call.query.device, call.block_size, call.scale, call.dropout_p, call.longest)
+    return name, *flags, call.layout_key(*others), options
 
 
 def forward_kind(call: LLNCall, save: bool) -> Hashable:
