@@ -23,9 +23,6 @@ class BlockCall(NamedTuple):
     """One call.
 
     Attributes:
-        query: ``[B, H, T, D]``.
-        key: ``[B, HK, T, D]``.
-        value: ``[B, HK, T, E]``.
         mask: bool ``[B, T]`` or None.
         block_size: Tokens in a block; a block fits a tile.
         scale: Factor of the scores.

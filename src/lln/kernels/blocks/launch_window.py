@@ -34,9 +34,6 @@ class WindowCall(NamedTuple):
     """One call.
 
     Attributes:
-        query: ``[B, H, T, D]``.
-        key: ``[B, HK, T, D]``.
-        value: ``[B, HK, T, E]``.
         mask: bool ``[B, T]`` or None.
         places: int32 ``[T]``, where the tokens of packed sequences stand
             (`lln.eager.band.places_of`); None = one behind the other.

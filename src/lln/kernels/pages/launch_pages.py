@@ -47,9 +47,6 @@ class PagesCall(NamedTuple):
     """One call.
 
     Attributes:
-        query: ``[B, H, T, D]``.
-        key: ``[B, HK, S, D]``.
-        value: ``[B, HK, S, E]``.
         chosen: int32 ``[B, HK, T, P]``, contiguous, no page twice; -1 = none.
         near: What a query sees besides.
         scale: Factor of the scores.
