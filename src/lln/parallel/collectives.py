@@ -145,21 +145,17 @@ def named(group: str, purpose: str, hint: str = "") -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = find_group(group)
+        found, line = find_group(group), str(error).strip().split("\n")[0].rstrip(".")
         raise PeerError(
             f"{purpose} failed on rank {found.rank()} of {found.size()}: another rank stopped, did "
             f"not make the same call in time, or made it with other shapes{hint} "
-            f"({_first_line(error)})."
+            f"({line})."
         ) from error
 
 
 def backward_of(purpose: str) -> str:
     """What the collective of the gradients is for."""
     return purpose if purpose.endswith("(backward)") else f"{purpose} (backward)"
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")
 
 
 def sum_gradients(model: nn.Module, group: Any = None) -> None:

@@ -69,14 +69,6 @@ class FarRows(NamedTuple):
         return key, value, places.to(torch.int32)[self.source]
 
 
-def lend_rows(key: Tensor, value: Tensor, shards: Shards) -> Lending:
-    """What `fetch_rows` of any rank may take from this one's ``[B, Hk, X, …]``.
-
-    Made before what is to be computed while gradients of the rows come back.
-    """
-    return Lending(key, value, shards.ranks, shards.purpose("fetching the chosen keys"))
-
-
 def fetch_rows(
     lending: Lending, key: Tensor, choice: Choice, longest: int, shards: Shards
 ) -> Callable[[torch.dtype], FarRows]:

@@ -79,18 +79,9 @@ def lln_attention(
         InvalidInputError: One sentence on what does not fit, or differs between ranks.
         PeerError: If a collective fails, or another rank refused its arguments.
     """
-    call = Call(
-        "lln",
-        query,
-        key,
-        value,
-        alpha,
-        beta,
-        matching,
-        key_mask=key_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-    )
+    sides = (query, key, value, alpha, beta, matching)
+    rest = {"key_mask": key_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+    call = Call("lln", *sides, **rest)
     how = Together(group, lengths, enable_gqa, impl)
     return attend_together(call, how, _attend)
 
@@ -144,21 +135,10 @@ def lln_diag_attention(
     Returns:
         ``[B, H, T, E]``, the rows of this rank's tokens.
     """
-    call = Call(
-        "lln_diag",
-        query,
-        key,
-        value,
-        alpha,
-        beta,
-        matching,
-        mix,
-        block_size,  # pyright: ignore[reportArgumentType] None = D, once query is checked
-        scale,
-        key_mask,
-        dropout_p,
-        is_causal,
-    )
+    sides = (query, key, value, alpha, beta, matching, mix)
+    rest = (scale, key_mask, dropout_p, is_causal)
+    # Without a block size it is D, once the query is checked.
+    call = Call("lln_diag", *sides, block_size, *rest)  # pyright: ignore[reportArgumentType]
     how = Together(group, lengths, enable_gqa, impl)
     return attend_together(call, how, _attend)
 

@@ -24,8 +24,9 @@ from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards
 from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import borrow_sides
+from lln.parallel.journeys import Lending
 from lln.parallel.key_choice import Choice, choose_together, gather_means
-from lln.parallel.key_rows import FarRows, fetch_rows, lend_rows
+from lln.parallel.key_rows import FarRows, fetch_rows
 from lln.parallel.local_passes import LocalPasses, takes_keys
 from lln.parallel.summary_merge import RankSummaries, gather_summaries, measure_shards
 from lln.parallel.together import Together, attend_together
@@ -142,7 +143,9 @@ def _attend(call: Call, shards: Shards, impl: str) -> Tensor:
     counted = valid if layout.is_crossed or mask is not None else None
     here = OwnBlocks(layout, blocks, valid, counted, by_kernels)
     means = gather_means(query, call, here)
-    lending, given = lend_rows(key, value, shards), key
+    # Made before what is to be computed while gradients of the rows come back.
+    lending = Lending(key, value, shards.ranks, shards.purpose("fetching the chosen keys"))
+    given = key
     alpha, beta, offset = matched()
     if not by_kernels:
         query, key, value = widen(query, key, value, mask, 0.0)

@@ -53,7 +53,10 @@ def load_chunk_state(
     before a chunk are those at the end of the chunk before; those of the first one do not matter.
     """
     slots, channels = tl.arange(0, BD), tl.arange(0, BE)
-    has_some = has_state(chunk, chunks, program_tokens // BT, BEHIND)
+    count = program_tokens // BT
+    has_some = chunk % count != 0
+    if BEHIND:
+        has_some = (chunk % count != count - 1) & (chunk != chunks - 1)
     own = place if BEHIND else tl.where(has_some, place - 1, place)
     b_peak = tl.load(p_chunk_peak + own * BD + slots)
     b_mass = tl.load(p_chunk_mass + place * BD + slots)
@@ -81,14 +84,6 @@ def load_whole_state(
         )
         b_sum = b_wide.to(p_chunk_sum.dtype.element_ty)
     return b_peak, b_mass, b_sum
-
-
-@triton.jit
-def has_state(chunk, chunks, count, BEHIND: tl.constexpr):
-    """Whether another chunk of its stretch of ``count`` chunks is before (BEHIND: behind) it."""
-    if BEHIND:
-        return (chunk % count != count - 1) & (chunk != chunks - 1)
-    return chunk % count != 0
 
 
 @triton.jit
