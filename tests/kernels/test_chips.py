@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 import lln
 from lln.functional import kernel_ways, prepared_calls
-from lln.kernels.keys import sharded_keys_ops
+from lln.kernels.keys import keys_ops
 from lln.kernels.launching import limits, plain_launches, recipes, sizes
 
 # Name → compute capability, and the shared memory that a program can have.
@@ -83,12 +83,12 @@ def fit_rank(dtype, width, masked):
     mask = torch.rand(2, 300) > 0.5 if masked else None
     gaps = torch.tensor([0, 5]) if masked else None
     sizes = {"block_size": 64, "group_size": 32}
-    mean = sharded_keys_ops.fused_means(query, mask, gaps, blocks=5, flip=False, **sizes)
-    sharded_keys_ops.fused_candidates(mean, key[:, :, :300], mask, gaps, 64, **sizes)
+    mean = keys_ops.fused_means(query, mask, gaps, blocks=5, flip=False, **sizes)
+    keys_ops.fused_candidates(mean, key[:, :, :300], mask, gaps, 64, **sizes)
     slots = [torch.randn(2, 2, width, *shape).requires_grad_() for shape in ((), (width,), ())]
     indices = torch.randint(300, 370, (2, 4, 10, 64))
     numbers = {"held": torch.tensor([900, 900]) if masked else 900, "key_mask": mask, **sizes}
-    out = sharded_keys_ops.fused_sharded_keys(
+    out = keys_ops.fused_sharded_keys(
         query, key, value, 2.0, 0.0, slots, indices, scale=None, **numbers
     )
     torch.autograd.grad(out, (query, key, value, *slots), torch.ones_like(out))
@@ -289,24 +289,6 @@ def test_later_launches_wait_before_they_touch_memory(plug_in, monkeypatch, chip
             touched = re.search(r"^.*\b(ld|st|cp|red|atom|prefetch)\S*\.global", ptx, re.M)
             assert touched is not None
             assert ptx.index("griddepcontrol.wait") < touched.start()
-
-
-@pytest.mark.parametrize(("samples", "expected"), [(1, 4), (41, 3)])
-def test_states_of_few_heads_load_one_more_tile_ahead(plug_in, monkeypatch, samples, expected):
-    """Two heads per multiprocessor, and there are 82, leave room for as many tiles as planned."""
-    plug_in("H100")
-    stages = {}
-
-    def record(step, live):
-        if "STAGES" in step.kernel.arg_names:
-            place = step.kernel.arg_names.index("STAGES")
-            stages[step.kernel.fn.__name__] = step.arguments[place]
-        step.runner = step.launch = lambda *arguments: None
-
-    monkeypatch.setattr(recipes.Step, "record", record)
-    inputs = torch.zeros(3, samples, 4, 64, 64, dtype=BFLOAT16).unbind()
-    lln.lln_attention(*inputs, **GIVEN, is_causal=True)
-    assert stages["chunk_states_kernel"] == expected
 
 
 def parameters_in(ptx):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.kernels.common import DEVICE, holes
 
-from lln.kernels.blocks import block_ops, window_ops
+from lln.kernels.blocks import block_ops
 from lln.kernels.keys import keys_ops
 from lln.kernels.lln import lln_ops
 from lln.kernels.pages import page_ops
@@ -113,7 +113,7 @@ def attend_window(mask=None):
 def attend_window_backward(mask=None):
     for arguments in attend_window(mask):
         given = plain(*arguments)
-        found = window_ops.attend_window(*given)
+        found = block_ops.attend_window(*given)
         yield gradient_like(found[0]), *given, *found
 
 

@@ -102,7 +102,6 @@ def test_eager_runs_no_kernel(monkeypatch, name):
         monkeypatch,
         "lln.kernels.lln.lln_ops.forward",
         "lln.kernels.blocks.block_ops._launches",
-        "lln.kernels.blocks.window_ops._launches",
         "lln.kernels.moments.moment_ops.statistics",
     )
     EVERY[name]("eager")

@@ -116,7 +116,7 @@ def statistics(group, rank, case):
     from lln.checks.call import Call
     from lln.parallel.agreement import agree
     from lln.parallel.ranks import find_ranks
-    from lln.parallel.temperature_merge import measure_shards
+    from lln.parallel.summary_merge import measure_shards
 
     shard = shard_of(inputs_of(case), case, rank)
     sides = [shard[name] for name in ("query", "key", "value")]

@@ -71,14 +71,9 @@ def find_compiler() -> str | None:
 
 
 def build(target: Path = LIBRARY, options: Sequence[str] = ()) -> Path:
-    """Compile the library, unless the file is it already.
+    """Compile the library, unless the file is it already; returns the file.
 
-    Args:
-        target: The file; the old one stays if there is no new one.
-        options: More options for the compiler.
-
-    Returns:
-        The same.
+    The old one stays if there is no new one.
 
     Raises:
         BuildError: With the reason.

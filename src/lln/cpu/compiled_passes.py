@@ -91,10 +91,8 @@ class _Asked(NamedTuple):
 def packed_curve(coefficients: Sequence[float], limits: tuple[float, float], floor: float) -> bytes:
     """A curve of moment matching at one head width and number of keys.
 
-    Args:
-        coefficients: Of 1, u, …, u⁴.
-        limits: Of p.
-        floor: Smaller spreads are rounding noise.
+    Coefficients are those of 1, u, …, u⁴, limits those of p; smaller spreads than the floor are
+    rounding noise.
     """
     return _CURVE.pack(*coefficients, *limits, floor)
 
@@ -143,12 +141,9 @@ class PassCall(NamedTuple):
 def forward(
     call: PassCall, keeps: bool = False, curves: Sequence[bytes] = ()
 ) -> tuple[Tensor, list[Tensor]]:
-    """The output ``[B, H, T, E]``, and the summary that `backward` needs.
+    """The output ``[B, H, T, E]``, and the summary that `backward` needs, if it is asked for.
 
-    Args:
-        call: What to compute.
-        keeps: Whether the summary is asked for.
-        curves: If there are any, α and β are matched as by `match`, and written to what is given.
+    With curves α and β are matched as by `match`, and written to what is given.
     """
     query, blocks, sides = call.query, call.blocks, call.grouped()
     out = query.new_empty((*query.shape[:-1], sides[2].shape[-1]))
@@ -222,11 +217,8 @@ def match(
 ) -> tuple[Tensor, Tensor]:
     """α and β by moment matching, ``[B, H, 1, 1]`` each.
 
-    Args:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, S, D]``.
-        curves: One `packed_curve`, with a mask one for every sample.
-        key_mask: bool ``[B, S]``, True = attend; if T = S it counts for the queries too.
+    There is one `packed_curve`, with a mask one for every sample; if T = S the mask counts for the
+    queries, too.
     """
     alpha = query.new_empty((*query.shape[:2], 1, 1))
     beta = torch.empty_like(alpha)
@@ -238,11 +230,8 @@ def match(
 def _ask(name: str, asked: _Asked, sides: Sequence[Tensor], *others: Tensor | bytes | None) -> None:
     """Call a function of the library.
 
-    Args:
-        name: Which one.
-        asked: What to compute.
-        sides: ``[B, H, tokens, channels]``, which it reads wherever they lie in memory.
-        others: Tensors without gaps, and the curves of matching, if there are any.
+    It reads ``sides`` ``[B, H, tokens, channels]`` wherever they lie in memory; then come tensors
+    without gaps, and the curves of matching, if there are any.
 
     Raises:
         MemoryShortageError: If it got no memory for its own work.

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from lln.checks.call import Call
 from lln.cpu import compiled_passes
-from lln.cpu.compiled_attention import attend_compiled
+from lln.cpu.compiled_attention import attend_compiled, walk_compiled
 from lln.cpu.compiled_matching import compiled_curves
 from lln.cpu.compiled_passes import WINDOW_ROWS, Blocks, Exact, PassCall
-from lln.cpu.compiled_walk import walk_compiled
 from lln.eager import run as eager
 from lln.eager.causal import GUARD
 from lln.eager.causal_walk import Inputs
@@ -54,9 +53,7 @@ def attend_dense(call: Call) -> Tensor:
 def attend_keys(call: Call) -> Tensor:
     """``[B, H, T, E]`` of a dense call with exact keys, which are numbers or can be seen.
 
-    Args:
-        call: A call of at least one number, not causal; α, β and the offset are known, indices hold
-            only keys that a group may see.
+    It has at least one number and is not causal; α, β and the offset are known.
     """
     sides = eager.widen_inputs(*call.qkv, call.key_mask, 0.0)
     alpha, beta, offset = (

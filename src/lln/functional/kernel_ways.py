@@ -16,8 +16,7 @@ from lln.eager.summary import heads_of
 from lln.eager.tiling import cut_tiles
 from lln.functional.one_by_one import as_sample
 from lln.functional.way import Prepared, Way
-from lln.kernels.blocks.block_ops import fused_blocks
-from lln.kernels.blocks.window_ops import fused_window
+from lln.kernels.blocks.block_ops import fused_blocks, fused_window
 from lln.kernels.launching.limits import (
     MAX_WIDTH,
     blocks_fit,
@@ -29,7 +28,7 @@ from lln.kernels.launching.limits import (
 )
 from lln.kernels.lln.run import fused_attention
 from lln.kernels.lln.slices import AddedBlocks
-from lln.kernels.summaries.decode_ops import fused_decode
+from lln.kernels.summaries.summary_ops import fused_decode
 from lln.precision import accumulation_dtype
 from lln.tracing import is_compiling, is_transformed, is_watched
 

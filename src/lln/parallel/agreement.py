@@ -30,25 +30,31 @@ from lln.tracing import is_compiling
 _KINDS = ("lln", "lln_diag", "lln_keys")
 _MATCHING = ("rest", "variance", "entropy", "paper")
 
-# What all ranks must have in common, and how a number of it is shown.
-_COMMON: dict[str, Callable[[int], object]] = {
-    "operation": lambda code: f"{_KINDS[code]}_attention",
-    "batch size": int,
-    "number of query heads": int,
-    "number of key heads": int,
-    "head width": int,
-    "value width": int,
-    "dtype": lambda code: FLOAT_DTYPES[code],
-    "is_causal": bool,
-    "matching": lambda code: repr(_MATCHING[code]),
-    "alpha": lambda code: _decode(code),
-    "beta": lambda code: _decode(code),
-    "offset": lambda code: _decode(code),
-    "block_size": int,
-    "scale": lambda code: _decode(code),
-    "keys": int,
-    "group_size": int,
-    "set of inputs that need gradients": lambda code: f"{code:07b}",
+# What all ranks must have in common: the number that a rank tells, and how it is shown.
+_COMMON: dict[str, tuple[Callable[[Call], int], Callable[[int], object]]] = {
+    "operation": (lambda call: _KINDS.index(call.kind), lambda code: f"{_KINDS[code]}_attention"),
+    "batch size": (lambda call: call.query.shape[0], int),
+    "number of query heads": (lambda call: call.query.shape[1], int),
+    "number of key heads": (lambda call: call.key.shape[1], int),
+    "head width": (lambda call: call.query.shape[3], int),
+    "value width": (lambda call: call.value.shape[3], int),
+    "dtype": (lambda call: FLOAT_DTYPES.index(call.query.dtype), lambda code: FLOAT_DTYPES[code]),
+    "is_causal": (lambda call: int(call.is_causal), bool),
+    "matching": (
+        lambda call: _MATCHING.index(call.matching),
+        lambda code: repr(_MATCHING[code]),
+    ),
+    "alpha": (lambda call: _encode(call.alpha), lambda code: _decode(code)),
+    "beta": (lambda call: _encode(call.beta), lambda code: _decode(code)),
+    "offset": (lambda call: _encode(call.offset), lambda code: _decode(code)),
+    "block_size": (lambda call: call.block_size, int),
+    "scale": (lambda call: _encode(call.scale), lambda code: _decode(code)),
+    "keys": (lambda call: call.keys if isinstance(call.keys, int) else -1, int),
+    "group_size": (lambda call: call.group_size, int),
+    "set of inputs that need gradients": (
+        lambda call: sum(needed << place for place, needed in enumerate(_learning(call))),
+        lambda code: f"{code:07b}",
+    ),
 }
 _OWN = ("refused", "queries", "keys held", "masked", "begins with padding")
 # As a float: a NaN, as are all larger integers.
@@ -91,25 +97,16 @@ def agree(
 ) -> tuple[Call, Shards]:
     """Check this rank's arguments and compare them with the other ranks'.
 
-    Args:
-        check: Checks the arguments and makes a call of them.
-        lengths: The number of keys of every rank; None = ask them in every call.
-        ranks: The group.
-        operation: The name of the entry point.
+    ``check`` checks the arguments and makes a call of them; without the number of keys of every
+    rank they are asked in every call.
 
     Raises:
         InvalidInputError: If this rank's arguments do not fit, or differ from other ranks'.
         PeerError: If another rank refused its arguments.
     """
-    call, shards = _agree(check, lengths, ranks, operation)
-    return call.with_fitted_blocks(shards.bounds.tokens), shards
-
-
-def _agree(
-    check: Callable[[], Call], lengths: Sequence[int] | None, ranks: Ranks, operation: str
-) -> tuple[Call, Shards]:
     if lengths is None:
-        return _ask(check, ranks, operation)  # pyright: ignore[reportCallIssue]
+        call, shards = _ask(check, ranks, operation)  # pyright: ignore[reportCallIssue]
+        return call.with_fitted_blocks(shards.bounds.tokens), shards
     first = (ranks.name, operation)
 
     def check_lengths() -> Call:
@@ -125,7 +122,8 @@ def _agree(
         _COMPARED.add(first)
     masked = call.key_mask is not None
     bounds = given_bounds(lengths, call.key, ranks)
-    return call, Shards(ranks, operation, bounds, None, masked, masked)
+    shards = Shards(ranks, operation, bounds, None, masked, masked)
+    return call.with_fitted_blocks(bounds.tokens), shards
 
 
 @contextmanager
@@ -148,7 +146,7 @@ def _ask(check: Callable[[], Call], ranks: Ranks, operation: str) -> tuple[Call,
         error = caught
     facts = [1, *[0] * (FACTS - 1)]
     if call is not None:
-        facts = [*_own_facts(call), *_common_facts(call)]
+        facts = [*_own_facts(call), *(tell(call) for tell, _ in _COMMON.values())]
     device = _device(ranks, None if call is None else call.query)
     told = torch.tensor(facts, dtype=torch.int64, device=device)
     everyone = gather(told, ranks, f"{operation}: comparing the ranks' arguments").tolist()
@@ -186,32 +184,10 @@ def _own_facts(call: Call) -> list[int]:
     return [0, call.query.shape[2], call.key.shape[2], int(mask is not None), int(padded)]
 
 
-def _common_facts(call: Call) -> list[int]:
-    query, key, value = call.query, call.key, call.value
-    sides = (query, key, value, call.alpha, call.beta, call.offset, call.mix)
-    learning = [
-        torch.is_grad_enabled() and isinstance(side, Tensor) and side.requires_grad
-        for side in sides
-    ]
-    return [
-        _KINDS.index(call.kind),
-        query.shape[0],
-        query.shape[1],
-        key.shape[1],
-        query.shape[3],
-        value.shape[3],
-        FLOAT_DTYPES.index(query.dtype),
-        int(call.is_causal),
-        _MATCHING.index(call.matching),
-        _encode(call.alpha),
-        _encode(call.beta),
-        _encode(call.offset),
-        call.block_size,
-        _encode(call.scale),
-        call.keys if isinstance(call.keys, int) else -1,
-        call.group_size,
-        sum(needed << place for place, needed in enumerate(learning)),
-    ]
+def _learning(call: Call) -> list[bool]:
+    sides = (*call.qkv, call.alpha, call.beta, call.offset, call.mix)
+    enabled = torch.is_grad_enabled()
+    return [enabled and isinstance(side, Tensor) and side.requires_grad for side in sides]
 
 
 def _encode(number: float | Tensor | None) -> int:
@@ -239,7 +215,7 @@ def _compare(everyone: list[list[int]], operation: str) -> None:
             f"{operation}: rank {refused[0]} of the group refused its arguments; its own error "
             "says why."
         )
-    for place, (name, show) in enumerate(_COMMON.items(), start=len(_OWN)):
+    for place, (name, (_, show)) in enumerate(_COMMON.items(), start=len(_OWN)):
         first = everyone[0][place]
         for rank, told in enumerate(everyone):
             if told[place] != first:

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lln.errors import PeerError
-from lln.parallel.ranks import Ranks, find_group
+from lln.parallel.ranks import Ranks, find_group, find_ranks
 
 # Called "into" before PyTorch 2.13, which warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -47,15 +47,8 @@ def exchange(
 ) -> Tensor:
     """Send the first ``send[0]`` rows to rank 0, the next ``send[1]`` to rank 1, and so on.
 
-    Args:
-        rows: ``[n, ...]``, ordered by the rank they go to.
-        send: How many rows every rank gets.
-        receive: How many rows every rank sends here.
-        ranks: The group.
-        purpose: As in `gather`.
-
-    Returns:
-        ``[sum(receive), ...]``, ordered by the rank they came from.
+    Rows ``[n, ...]`` come in the order of ranks, too: ``[sum(receive), ...]``, where ``receive``
+    says how many every rank sends here. The purpose is as in `gather`.
     """
     return exchange_rows(rows.contiguous(), list(send), list(receive), ranks.name, purpose)
 
@@ -65,12 +58,7 @@ def begin_gather(
 ) -> tuple[Tensor, Any]:
     """Issue a gather: where its result comes to be, and what to wait for, or None.
 
-    Args:
-        tensor: This rank's, contiguous.
-        size: R.
-        group: The name of the group.
-        purpose: As in `gather`.
-        later: Whether somebody waits for the result later; otherwise it is there.
+    The tensor is contiguous. If nobody waits for the result ``later`` it is there.
     """
     out, work = tensor.new_empty((size, *tensor.shape)), None
     if tensor.numel():
@@ -157,11 +145,11 @@ def named(group: str, purpose: str, hint: str = "") -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = find_group(group)
+        found, line = find_group(group), str(error).strip().split("\n")[0].rstrip(".")
         raise PeerError(
             f"{purpose} failed on rank {found.rank()} of {found.size()}: another rank stopped, did "
             f"not make the same call in time, or made it with other shapes{hint} "
-            f"({_first_line(error)})."
+            f"({line})."
         ) from error
 
 
@@ -170,5 +158,24 @@ def backward_of(purpose: str) -> str:
     return purpose if purpose.endswith("(backward)") else f"{purpose} (backward)"
 
 
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".")
+def sum_gradients(model: nn.Module, group: Any = None) -> None:
+    """Add up what the tokens of all ranks contribute to the gradients of a model's weights.
+
+    For a loss that is divided by the number of tokens of *all* ranks, every rank then has the
+    gradients of one process. DDP and FSDP do this themselves, and divide by the number of ranks.
+
+    Args:
+        model: After ``backward``. A weight that this rank's tokens did not use contributes zeros.
+        group: A process group, or one axis of a ``DeviceMesh``; None = all processes.
+
+    Raises:
+        PeerError: If another rank stops, does not come, or has another model.
+    """
+    operation = "lln.parallel.sum_gradients"
+    ranks = find_ranks(group, operation)
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            with named(ranks.name, f"{operation}: adding up the gradients of {name}"):
+                dist.all_reduce(weight.grad, group=ranks.group())

@@ -20,52 +20,40 @@ from lln.parallel.whole_blocks import WholeBlocks, lay_blocks
 Sides = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-class DiagonalPart:
-    """Softmax attention inside blocks, step by step.
+def start_diagonal(
+    call: Call, passes: LocalPasses, shards: Shards
+) -> Callable[[], Callable[[], Tensor]]:
+    """Softmax attention inside blocks, step by step: the tokens set out that other ranks borrow.
 
-    Between the steps something else can be computed: then tokens of blocks that cross ranks travel,
-    and the rows of their outputs.
+    What is returned computes the blocks, and starts to give the rows of borrowed tokens back; what
+    that returns waits for this rank's rows ``[B, H, T, E]``. Between the steps something else can
+    be computed.
     """
+    if passes.block_width and call.query.shape[2]:
 
-    def __init__(self, call: Call, passes: LocalPasses, shards: Shards) -> None:
-        """Start to borrow the tokens of blocks that begin on this rank."""
-        self._call, self._passes, self._shards = call, passes, shards
-        self._by_kernels = bool(passes.block_width and call.query.shape[2])
-        if not self._by_kernels:
-            self._blocks = lay_blocks(call, shards)
-            self._sides = borrow_sides(call, self._blocks)
-
-    def compute(self) -> Callable[[], Tensor]:
-        """Compute the blocks, and start to give the rows of borrowed tokens back.
-
-        What is returned waits for this rank's rows ``[B, H, T, E]``.
-        """
-        if self._by_kernels:
-            out = self._passes.blocks(self._call)
+        def by_kernels() -> Callable[[], Tensor]:
+            out = passes.blocks(call)
             return lambda: out
-        return self._blocks.give_back(self._attend())
 
-    def _attend(self) -> Tensor:
-        """``[B, H, X, E]`` in plain PyTorch, in the accumulation dtype."""
-        call, blocks = self._call, self._blocks
-        query, key, value, mask = self._sides()
-        query, key, value = widen(query, key, value, mask, 0.0)
-        key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
-        if blocks.is_crossed and mask is None:
-            mask = query.new_ones(query.shape[0], query.shape[2]).bool()
-        # Not the first valid token of this shard. A block that begins before it is cut off here;
-        # its rows come from another rank.
-        first = blocks.begin(self._shards.ranks.own) % blocks.size
-        return block_diagonal(
-            query,
-            key,
-            value,
-            blocks.size,
-            scale=call.scale,
-            key_mask=mask,
-            first=first,
-            is_causal=call.is_causal,
-        )
+        return by_kernels
+    blocks = lay_blocks(call, shards)
+    sides = borrow_sides(call, blocks)
+    return lambda: blocks.give_back(_attend(call, blocks, *sides()))
+
+
+def _attend(
+    call: Call, blocks: WholeBlocks, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    """``[B, H, X, E]`` in plain PyTorch, in the accumulation dtype."""
+    query, key, value = widen(query, key, value, mask, 0.0)
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    if blocks.is_crossed and mask is None:
+        mask = query.new_ones(query.shape[0], query.shape[2]).bool()
+    # Not the first valid token of this shard. A block that begins before it is cut off here; its
+    # rows come from another rank.
+    first = blocks.begin(blocks.shards.ranks.own) % blocks.size
+    options = {"scale": call.scale, "key_mask": mask, "is_causal": call.is_causal}
+    return block_diagonal(query, key, value, blocks.size, first=first, **options)
 
 
 def borrow_sides(call: Call, blocks: WholeBlocks) -> Callable[[], Sides]:

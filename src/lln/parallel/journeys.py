@@ -80,10 +80,8 @@ class Lending:
     ) -> Callable[[], Tensor]:
         """Start to exchange rows ``[n, D + E]``; what is returned waits for those of others.
 
-        Args:
-            places: int ``[n]``, which rows go, as (sample · Hk + head) · X + token.
-            send: How many of them every rank gets.
-            receive: How many rows every rank sends here.
+        ``places`` int ``[n]`` says which rows go, as (sample · Hk + head) · X + token; the numbers
+        are as in `lln.parallel.collectives.exchange`.
         """
         (key, value), token, journey = self._sides, self._token, self._journey
         del self._sides, self._token
@@ -117,13 +115,10 @@ class _Journey:
         purpose: str,
         returned: Callable[..., tuple[Tensor, ...]] = lambda rows: (rows,),
     ) -> None:
-        """Of a group, for a purpose.
+        """Of the group of a name, for a purpose.
 
-        Args:
-            group: Its name.
-            purpose: As in `lln.parallel.collectives.gather`.
-            returned: Makes the gradients of what departed from the rows that came back, and from
-                the tensors that the node of the arrival has kept.
+        ``returned`` makes the gradients of what departed from the rows that came back, and from the
+        tensors that the node of the arrival has kept.
         """
         self.group, self.purpose, self._returned = group, purpose, returned
         self._under_way: tuple[Tensor, Any, Tensor] | None = None
@@ -137,12 +132,10 @@ class _Journey:
         return lambda: _Arrive.apply(token, self)
 
     def start(self, rows: Tensor, counts: Counts | list[int]) -> None:
-        """Issue the collective.
+        """Issue the collective of what this rank sends.
 
-        Args:
-            rows: What this rank sends.
-            counts: Rows to and from every rank; one list = a gather, whose gradients are exchanged
-                like that.
+        Counts are rows to and from every rank; one list = a gather, whose gradients are exchanged
+        like that.
         """
         rows = rows.contiguous()
         if isinstance(counts, list):

@@ -33,11 +33,10 @@ from torch.nn.functional import pad
 from lln.checks.call import Call
 from lln.eager.key_blocks import blocks_in
 from lln.eager.selection import MOST_SCORES, group_means, largest
-from lln.kernels.keys.sharded_keys_ops import fused_candidates, fused_means
+from lln.kernels.keys.keys_ops import fused_candidates, fused_means
 from lln.parallel.collectives import exchange
 from lln.parallel.journeys import gather_later
-from lln.parallel.own_blocks import OwnBlocks
-from lln.parallel.whole_blocks import WholeBlocks
+from lln.parallel.whole_blocks import OwnBlocks, WholeBlocks
 from lln.precision import accumulation_dtype
 
 
@@ -59,12 +58,7 @@ class Choice(NamedTuple):
 def gather_means(query: Tensor, call: Call, here: OwnBlocks) -> Callable[[], Tensor]:
     """Start to gather the mean queries of all groups; what is returned waits for them.
 
-    They are ``[R, B, H, G, D]``, with the largest G of all ranks.
-
-    Args:
-        query: ``[B, H, X, D]``.
-        call: What is asked for.
-        here: The blocks of this rank.
+    They are ``[R, B, H, G, D]``, with the largest G of all ranks, of queries ``[B, H, X, D]``.
     """
     query, layout, group_size = query.detach(), here.layout, call.group_size
     flip = call.scale is not None and call.scale < 0
@@ -91,11 +85,7 @@ def gather_means(query: Tensor, call: Call, here: OwnBlocks) -> Callable[[], Ten
 def choose_together(means: Tensor, key: Tensor, call: Call, here: OwnBlocks) -> Choice:
     """Choose for the groups of the blocks that begin on this rank.
 
-    Args:
-        means: Of all ranks, from `gather_means`.
-        key: ``[B, Hk, X, D]``.
-        call: What is asked for.
-        here: The blocks of this rank.
+    The means of all ranks come from `gather_means`; keys are ``[B, Hk, X, D]``.
     """
     key, layout, group_size = key.detach(), here.layout, call.group_size
     _, batch, heads, _, width = means.shape
@@ -162,13 +152,9 @@ def _candidates(
 ) -> tuple[Tensor, Tensor]:
     """Scores and places of this rank's K best keys for every group ``[B, H, A + 1, K]``.
 
-    Args:
-        table: The mean query of every group, ``[B, H, A, D]``.
-        key: ``[B, Hk, X, D]``.
-        keys: K.
-        home: int ``[B, X]``, the number of every key's block in the whole sequence.
-        valid: bool ``[B, X]``, which keys are valid and belong to this rank's blocks.
-        rows: Groups in a block.
+    The table is the mean query of every group ``[B, H, A, D]``, ``home`` int ``[B, X]`` the number
+    of every key's block in the whole sequence; valid keys belong to this rank's blocks, too, and a
+    block has ``rows`` groups.
     """
     dtype = accumulation_dtype(key.dtype)
     (batch, heads, groups, width), held = table.shape, key.shape[2]

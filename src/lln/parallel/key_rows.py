@@ -38,11 +38,7 @@ class FarRows(NamedTuple):
     most: int
 
     def spread(self, width: int) -> tuple[Tensor, Tensor]:
-        """Keys ``[B, H, G, K, D]`` and values ``[B, H, G, K, E]``; zero where there is none.
-
-        Args:
-            width: D.
-        """
+        """Keys ``[B, H, G, K, D]`` and values ``[B, H, G, K, E]``; zero where there is none."""
         # The first row is the one of groups that have chosen less than K keys.
         found = torch.cat([self.rows.new_zeros(1, self.rows.shape[-1]), self.rows])
         picked = found.index_select(0, self.source.flatten())
@@ -73,32 +69,13 @@ class FarRows(NamedTuple):
         return key, value, places.to(torch.int32)[self.source]
 
 
-def lend_rows(key: Tensor, value: Tensor, shards: Shards) -> Lending:
-    """What `fetch_rows` of any rank may take from this one.
-
-    Made before what is to be computed while gradients of the rows come back.
-
-    Args:
-        key: ``[B, Hk, X, D]``.
-        value: ``[B, Hk, X, E]``.
-        shards: The group.
-    """
-    return Lending(key, value, shards.ranks, shards.purpose("fetching the chosen keys"))
-
-
 def fetch_rows(
     lending: Lending, key: Tensor, choice: Choice, longest: int, shards: Shards
 ) -> Callable[[torch.dtype], FarRows]:
     """Start to fetch the rows that this rank's groups have chosen.
 
-    What is returned waits for them, and gives them in a dtype.
-
-    Args:
-        lending: What other ranks may take from this one.
-        key: ``[B, Hk, X, D]``, for its shape and device.
-        choice: What this rank's groups have chosen.
-        longest: The largest X of all ranks.
-        shards: The group.
+    What is returned waits for them, and gives them in a dtype. Of the key ``[B, Hk, X, D]`` shape
+    and device count; ``longest`` is the largest X of all ranks.
     """
     orders = _orders(key, choice, longest, shards)
     wanted, longest = orders.wanted, max(longest, 1)
@@ -108,12 +85,7 @@ def fetch_rows(
 
 
 def _places_of(head: Tensor, heads: int) -> Tensor:
-    """Which of its head's rows every row is: int ``[U]``.
-
-    Args:
-        head: int ``[U]``, the head of every row.
-        heads: How many heads there are.
-    """
+    """Which row of its head every row is, int ``[U]``, of so many heads."""
     order = head.argsort(stable=True)
     count = torch.bincount(head, minlength=heads)
     before = (count.cumsum(0) - count)[head[order]]

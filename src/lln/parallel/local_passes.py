@@ -96,7 +96,11 @@ def check_local(call: Call, impl: str, operation: str) -> None:
         BackendUnavailableError: If there is no such implementation here.
     """
     if call.kind == "lln_keys":
-        _check_choice(call, operation)
+        if isinstance(call.keys, Tensor):
+            raise InvalidInputError(
+                f"{operation} chooses the keys itself, got indices; give keys as a number."
+            )
+        checks.check_count("keys", call.keys, 0)
     checks.check_impl(impl)
     reason = None
     if impl in ("reference", "cpu"):
@@ -111,14 +115,6 @@ def check_local(call: Call, impl: str, operation: str) -> None:
         _takes_kernels(call, impl)
     if reason is not None:
         raise BackendUnavailableError(f"impl={impl!r} {reason}; use impl='auto' in {operation}.")
-
-
-def _check_choice(call: Call, operation: str) -> None:
-    if isinstance(call.keys, Tensor):
-        raise InvalidInputError(
-            f"{operation} chooses the keys itself, got indices; give keys as a number."
-        )
-    checks.check_count("keys", call.keys, 0)
 
 
 def takes_keys(call: Call, impl: str) -> bool:

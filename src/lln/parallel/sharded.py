@@ -20,10 +20,9 @@ from lln.eager.summary import read_heads
 from lln.matching.moments import temperatures
 from lln.parallel.agreement import Shards
 from lln.parallel.compiled import outside_graphs
-from lln.parallel.diagonal_part import DiagonalPart
+from lln.parallel.diagonal_part import start_diagonal
 from lln.parallel.local_passes import LocalPasses, choose_passes
-from lln.parallel.summary_merge import RankSummaries, gather_summaries
-from lln.parallel.temperature_merge import measure_shards
+from lln.parallel.summary_merge import RankSummaries, gather_summaries, measure_shards
 from lln.parallel.together import Together, attend_together
 
 
@@ -80,18 +79,9 @@ def lln_attention(
         InvalidInputError: One sentence on what does not fit, or differs between ranks.
         PeerError: If a collective fails, or another rank refused its arguments.
     """
-    call = Call(
-        "lln",
-        query,
-        key,
-        value,
-        alpha,
-        beta,
-        matching,
-        key_mask=key_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-    )
+    sides = (query, key, value, alpha, beta, matching)
+    rest = {"key_mask": key_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+    call = Call("lln", *sides, **rest)
     how = Together(group, lengths, enable_gqa, impl)
     return attend_together(call, how, _attend)
 
@@ -145,21 +135,10 @@ def lln_diag_attention(
     Returns:
         ``[B, H, T, E]``, the rows of this rank's tokens.
     """
-    call = Call(
-        "lln_diag",
-        query,
-        key,
-        value,
-        alpha,
-        beta,
-        matching,
-        mix,
-        block_size,  # pyright: ignore[reportArgumentType] None = D, once query is checked
-        scale,
-        key_mask,
-        dropout_p,
-        is_causal,
-    )
+    sides = (query, key, value, alpha, beta, matching, mix)
+    rest = (scale, key_mask, dropout_p, is_causal)
+    # Without a block size it is D, once the query is checked.
+    call = Call("lln_diag", *sides, block_size, *rest)  # pyright: ignore[reportArgumentType]
     how = Together(group, lengths, enable_gqa, impl)
     return attend_together(call, how, _attend)
 
@@ -172,12 +151,12 @@ def _attend(call: Call, shards: Shards, impl: str) -> Tensor:
     # from blocks, also where a block is on another rank.
     call = call.replace(value=drop_keys(call.value, call.dropout_p))
     # What one part sends travels while the other is computed; backward likewise.
-    diagonal = DiagonalPart(call, passes, shards) if call.kind == "lln_diag" else None
+    diagonal = start_diagonal(call, passes, shards) if call.kind == "lln_diag" else None
     found = matched()
     summaries = gather_summaries(*passes.summarise(call, found[1]), shards)
     if diagonal is None:
         return _long_range(call, *found, passes, shards, summaries)
-    short_range = diagonal.compute()
+    short_range = diagonal()
     long_range = _long_range(call, *found, passes, shards, summaries)
     return passes.join(long_range, short_range(), call.mix)
 

@@ -16,22 +16,21 @@ from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
 from lln.eager.key_attention import attend_rows, share_of
 from lln.eager.key_blocks import Groups
-from lln.eager.key_terms import KeyTerms, Slots
+from lln.eager.key_terms import KeyTerms
 from lln.eager.run import numbers_of_blocks, repeat_heads, widen
+from lln.kernels.keys.keys_ops import fused_sharded_keys
 from lln.kernels.launching.limits import widest_value
 from lln.matching.mass import keys_temperatures, mass_offset
 from lln.parallel.agreement import Shards
 from lln.parallel.compiled import outside_graphs
 from lln.parallel.diagonal_part import borrow_sides
+from lln.parallel.journeys import Lending
 from lln.parallel.key_choice import Choice, choose_together, gather_means
-from lln.parallel.key_kernels import read_by_kernels
-from lln.parallel.key_rows import FarRows, fetch_rows, lend_rows
+from lln.parallel.key_rows import FarRows, fetch_rows
 from lln.parallel.local_passes import LocalPasses, takes_keys
-from lln.parallel.own_blocks import OwnBlocks
-from lln.parallel.summary_merge import RankSummaries, gather_summaries
-from lln.parallel.temperature_merge import measure_shards
+from lln.parallel.summary_merge import RankSummaries, gather_summaries, measure_shards
 from lln.parallel.together import Together, attend_together
-from lln.parallel.whole_blocks import lay_blocks
+from lln.parallel.whole_blocks import OwnBlocks, lay_blocks
 from lln.precision import accumulation_dtype
 
 
@@ -144,7 +143,9 @@ def _attend(call: Call, shards: Shards, impl: str) -> Tensor:
     counted = valid if layout.is_crossed or mask is not None else None
     here = OwnBlocks(layout, blocks, valid, counted, by_kernels)
     means = gather_means(query, call, here)
-    lending, given = lend_rows(key, value, shards), key
+    # Made before what is to be computed while gradients of the rows come back.
+    lending = Lending(key, value, shards.ranks, shards.purpose("fetching the chosen keys"))
+    given = key
     alpha, beta, offset = matched()
     if not by_kernels:
         query, key, value = widen(query, key, value, mask, 0.0)
@@ -157,7 +158,7 @@ def _attend(call: Call, shards: Shards, impl: str) -> Tensor:
     if blocks.place.shape[1] == 0:
         out = _nothing(query, call, (*summaries(), far(query.dtype).rows))
     elif by_kernels:
-        out = read_by_kernels(call, here, far, summaries)
+        out = _read_by_kernels(call, here, far, summaries)
     else:
         out = _read(call, here, choice, far, summaries)
     # Ranks need not compute alike, but what they send each other must have one dtype.
@@ -200,28 +201,57 @@ def _read(
     alpha, beta, offset = numbers_of_blocks(call, heads, query.dtype)
     there = blocks.valid(here.valid)
     own = there.sum(-1)
-    known = summaries()
-    log_mass, centroid = (repeat_heads(side, heads) for side in known.merged())
-    total, number = known.sums.sum(0).unbind(-1)
-    total = repeat_heads(total, heads)
-    count = number[:, :1, :1] if number.shape[1] else number.new_zeros(number.shape[0], 1, 1)
-    slots = _slots(log_mass, centroid, total / count.clamp_min(1), beta)
-    held = count[:, 0].long().expand_as(own)
+    beta = beta.squeeze(2) if isinstance(beta, Tensor) else beta
+    found, count = summaries().centred(beta, heads)
+    log_mass, centroid, centre = (side.unsqueeze(2) for side in found)
+    held = count[:, None].expand_as(own)
     rows = layout.size // call.group_size
     seen = choice.seen.sum(-1).unflatten(2, (own.shape[1], rows))
     share = share_of(held, held - own, seen, call.group_size, query.dtype)
     # Where every place holds a key, no mask is looked at.
     mask = None if blocks.is_plain and call.key_mask is None else here.valid
+    slots = log_mass, centroid, centre
     groups = Groups(blocks, call.group_size, mask)
     terms = KeyTerms(query, key, value, alpha, offset, slots, groups, call.scale)
     return attend_rows(terms, share, far(query.dtype).spread(query.shape[-1]), choice.seen)
 
 
-def _slots(log_mass: Tensor, centroid: Tensor, centre: Tensor, beta: float | Tensor) -> Slots:
-    """L - βμ, C and μ of the whole sequence, which all blocks read."""
-    factor = beta.squeeze(2).squeeze(-1) if isinstance(beta, Tensor) else beta
-    centred = log_mass - factor * centre
-    return centred.unsqueeze(2), centroid.unsqueeze(2), centre.unsqueeze(2)
+def _read_by_kernels(
+    call: Call,
+    here: OwnBlocks,
+    far: Callable[[torch.dtype], FarRows],
+    summaries: Callable[[], RankSummaries],
+) -> Tensor:
+    """The same by the fused kernels, in the dtype of query."""
+    query, key, value = call.qkv
+    layout, blocks, counted = here.layout, here.blocks, here.counted
+    if layout.is_crossed:
+        # The kernels count blocks from the first token, which may belong to another rank's.
+        query, key, value = (blocks.gather(side).flatten(2, 3) for side in (query, key, value))
+        counted = blocks.valid(counted).flatten(1)
+    assert call.beta is not None
+    known = summaries()
+    slots, number = known.centred(call.beta, known.log_mass.shape[2])
+    key, value, indices = far(key.dtype).behind(key, value)
+    assert call.alpha is not None
+    assert call.offset is not None
+    out = fused_sharded_keys(
+        query,
+        key,
+        value,
+        call.alpha,
+        call.offset,
+        slots,
+        indices,
+        key_mask=counted,
+        held=layout.shards.bounds.tokens if counted is None else number,
+        block_size=layout.size,
+        group_size=call.group_size,
+        scale=call.scale,
+    )
+    if layout.is_crossed:
+        out = blocks.scatter(out.unflatten(2, blocks.place.shape[1:]))
+    return out
 
 
 def _nothing(query: Tensor, call: Call, sides: tuple[Tensor, ...]) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -185,6 +186,24 @@ class WholeBlocks:
         token = torch.arange(self.extended(own), device=self.phase.device)
         start = begin + (token - begin) // self.size * self.size
         return (token >= begin) & (start < self.tokens)
+
+
+class OwnBlocks(NamedTuple):
+    """The blocks that begin on this rank.
+
+    Attributes:
+        layout: How the blocks lie on the ranks.
+        blocks: Those of this rank.
+        valid: bool ``[B, X]``, which tokens belong to them and are not masked.
+        counted: The same; None = all are.
+        by_kernels: Whether the kernels compute.
+    """
+
+    layout: WholeBlocks
+    blocks: KeyBlocks
+    valid: Tensor
+    counted: Tensor | None
+    by_kernels: bool
 
 
 def lay_blocks(call: Call, shards: Shards) -> WholeBlocks:

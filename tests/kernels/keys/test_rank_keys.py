@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.kernels.common import DEVICE, holes
 
-from lln.kernels.keys.sharded_keys_ops import fused_candidates
+from lln.kernels.keys.keys_ops import fused_candidates
 from lln.parallel.key_choice import _candidates
 
 # Samples begin in the whole sequence where ranks may: in a block, with one, far behind.

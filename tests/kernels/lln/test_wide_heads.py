@@ -69,18 +69,6 @@ def test_outputs_and_gradients(launched, name):
     assert ("merge_kernel" in launched()) == (CALLS[name].get("tokens", 70) > 64)
 
 
-@pytest.mark.parametrize("name", ["one stretch", "mask", "widest"])
-def test_two_groups_of_slots_per_program(steps, launched, monkeypatch, name):
-    monkeypatch.setitem(sizes.overrides, "summary_groups", 2)
-    compare(HALF[-1], **CALLS[name])
-    (kernel,) = {s.kernel for s in steps if s.kernel.fn.__name__ == "summarise_slots_kernel"}
-    found = [step for step in steps if step.kernel is kernel]
-    assert {step.arguments[kernel.arg_names.index("GROUPS")] for step in found} == {2}
-    # One program per stretch at 128 slots, two at 256.
-    stretches = {"one stretch": 1, "mask": 2, "widest": 2 * 2}
-    assert {step.grid[0] for step in found} == {stretches[name]}
-
-
 def row_mix(tokens):
     return {"alpha": 2.0, "beta": 2.0, "mix": torch.linspace(0, 1, tokens).view(1, 1, tokens, 1)}
 
@@ -190,13 +178,6 @@ def test_tiles_and_passes():
     assert sizes_of(wide, 128, 128, block_size=64).is_joined
     assert not sizes_of(wide, 128, 128, block_size=128).is_joined
     assert not sizes_of(wide, 256, 128, block_size=64).is_joined
-
-
-def test_two_groups_only_where_every_head_has_a_program():
-    enough = 4 * sizes.multiprocessors(torch.device("cpu"))
-    few, many = (sizes_of(torch.bfloat16, 128, 128, samples=n) for n in (enough - 1, enough))
-    assert (few.summary_groups, few.summarise) == (1, sizes.SLOT_MAJOR_TILES[128]["summarise"])
-    assert (many.summary_groups, many.summarise) == (2, sizes.PAIR_TILE)
 
 
 def test_where_they_are_used():

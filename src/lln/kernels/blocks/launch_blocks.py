@@ -10,22 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.kernels.blocks.gaps import find_gaps
-from lln.kernels.blocks.triton_blocks import blocks_bwd_kernel, blocks_fwd_kernel
-from lln.kernels.launching.kernel_arguments import mask_bytes, precision_of, strides_of
-from lln.kernels.launching.recipes import Recipe, launch_cached, over_tiles
+from lln.kernels.blocks.triton_blocks import LOOK, blocks_bwd_kernel, blocks_fwd_kernel, gap_kernel
+from lln.kernels.launching.kernel_arguments import mask_bytes
+from lln.kernels.launching.recipes import Recipe, Step, Workspace, launch_heads, over_tiles
 from lln.kernels.launching.shapes import layout_of, output_like
-from lln.kernels.launching.sizes import Sizes, choose_sizes
+from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import Tile, cdiv
+from lln.kernels.summaries.lln_call import LLNCall
 
 
 class BlockCall(NamedTuple):
     """One call.
 
     Attributes:
-        query: ``[B, H, T, D]``.
-        key: ``[B, HK, T, D]``.
-        value: ``[B, HK, T, E]``.
         mask: bool ``[B, T]`` or None.
         block_size: Tokens in a block; a block fits a tile.
         scale: Factor of the scores.
@@ -39,30 +36,6 @@ class BlockCall(NamedTuple):
     block_size: int
     scale: float
     causal: bool
-
-    def values(self, chosen: Sizes, **tensors: Tensor) -> dict[str, Any]:
-        """The arguments that calls of one kind share, by their names in the kernels."""
-        query, key = self.query, self.key
-        return {
-            "T": query.shape[2],
-            "H": query.shape[1],
-            "HK": key.shape[1],
-            "R": query.shape[1] // key.shape[1],
-            "D": query.shape[3],
-            "E": self.value.shape[3],
-            "BD": chosen.width,
-            "BE": chosen.value_width,
-            "scale": self.scale,
-            "block_size": self.block_size,
-            "CAUSAL": self.causal,
-            "PRECISION": precision_of(query, chosen.width),
-            **strides_of(False, **tensors),
-        }
-
-    def sizes(self) -> Sizes:
-        """The sizes of this call."""
-        cut = (self.query.shape[0], self.key.shape[1], self.block_size)
-        return choose_sizes(self.query, self.key, self.value, *cut)
 
 
 def attend_whole_blocks(call: BlockCall) -> Tensor:
@@ -84,36 +57,30 @@ def whole_blocks_gradients(call: BlockCall, gradient: Tensor) -> tuple[Tensor, T
 
 
 def _launch(kernel: Any, call: BlockCall, heads: int, walker: str, **others: Tensor) -> None:
-    """One launch over all stretches of all (sample, head) pairs.
+    """One launch over all stretches of all (sample, head) pairs; ``heads`` programs per sample.
 
-    Args:
-        kernel: What to launch.
-        call: What to compute.
-        heads: Programs per sample.
-        walker: Name of the field of `Sizes` with its tile.
-        others: Its tensors besides query, key and value, by their names in the kernel.
+    ``walker`` is the field of `Sizes` with its tile; ``others`` are its tensors besides query, key
+    and value, by their names in the kernel.
     """
-    query, key, value, mask = call.query, call.key, call.value, call.mask
+    query, mask = call.query, call.mask
     batch, tokens = query.shape[0], query.shape[2]
-    tensors = {"p_q": query, "p_k": key, "p_v": value, **others}
-    seen = tuple([layout_of(tensor) for tensor in (*tensors.values(), mask)])
-    options = (call.block_size, call.scale, call.causal)
-    kind = (walker, "blocks", query.device, seen, options)
-    family = (walker, "blocks", query.device, query.dtype, query.shape[3], value.shape[3])
 
-    def write(chosen: Sizes) -> Recipe:
+    def write(chosen: Sizes, values: dict[str, Any]) -> Recipe:
         tile: Tile = getattr(chosen, walker)
         rows = chosen.block_rows
         # With a mask the first block may begin before the first token.
         reach = tokens if mask is None else tokens + call.block_size - 1
         stretch = tile.stretch(reach, rows, batch * heads, chosen.cores)
         splits = cdiv(reach, stretch)
-        values = call.values(chosen, **tensors) | {
+        values |= {
             "H": heads,
             "HK": heads,
+            "scale": call.scale,
+            "block_size": call.block_size,
             "tile_tokens": rows,
             "program_tokens": stretch,
             "splits": splits,
+            "CAUSAL": call.causal,
             "EVEN": mask is None and tile.tokens == rows and tokens % rows == 0,
             "ONE_BLOCK": tile.tokens == call.block_size,
             "HAS_MASK": mask is not None,
@@ -124,5 +91,22 @@ def _launch(kernel: Any, call: BlockCall, heads: int, walker: str, **others: Ten
         )
 
     byte_mask = mask_bytes(mask, query)
-    runtime = {**tensors, "p_mask": byte_mask, "p_starts": byte_mask}
-    launch_cached(kind, (*family, call.block_size), runtime, query.device, call.sizes, write)
+    sides = {"p_q": query, "p_k": call.key, "p_v": call.value, **others}
+    runtime = {"p_mask": byte_mask, "p_starts": byte_mask}
+    options = ("blocks", layout_of(mask), *call[4:])
+    family = ("blocks", call.block_size)
+    launch_heads(walker, sides, runtime, options, family, write, call.block_size)
+
+
+def find_gaps(samples: int, tokens: int, block_size: int) -> tuple[list[Step], Workspace]:
+    """The launch that writes where blocks begin, ``p_starts``, and the memory for it."""
+    values = {"tokens": tokens, "block_size": block_size, "LOOK": LOOK}
+    workspace: Workspace = {"p_starts": ((samples,), torch.int32)}
+    return [Step(gap_kernel, (samples,), values, 4)], workspace
+
+
+def starts_of(call: LLNCall) -> tuple[list[Step], Workspace]:
+    """The same for a call; nothing where blocks begin with the sequences, as ``bounds`` say."""
+    if not call.is_shifted:
+        return [], {}
+    return find_gaps(call.samples, call.key.shape[2], call.block_size)

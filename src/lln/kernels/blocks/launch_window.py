@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lln.kernels.blocks import triton_window as kernels
-from lln.kernels.launching.kernel_arguments import mask_bytes, precision_of, strides_of
-from lln.kernels.launching.recipes import Recipe, Step, launch_cached, over_tiles
+from lln.kernels.launching.kernel_arguments import mask_bytes
+from lln.kernels.launching.recipes import Recipe, Step, launch_heads, over_tiles
 from lln.kernels.launching.shapes import layout_of, output_like
-from lln.kernels.launching.sizes import SHORT_BLOCK, Sizes, choose_sizes
+from lln.kernels.launching.sizes import SHORT_BLOCK, Sizes
 from lln.kernels.launching.stretches import Tile, cdiv
 
 # Narrower windows have too few tiles that are full.
@@ -34,11 +34,9 @@ class WindowCall(NamedTuple):
     """One call.
 
     Attributes:
-        query: ``[B, H, T, D]``.
-        key: ``[B, HK, T, D]``.
-        value: ``[B, HK, T, E]``.
         mask: bool ``[B, T]`` or None.
-        places: int32 ``[T]`` or None; see `lln.kernels.blocks.window_ops.fused_window`.
+        places: int32 ``[T]``, where the tokens of packed sequences stand
+            (`lln.eager.band.places_of`); None = one behind the other.
         window: Tokens on a side, or of a block.
         blocks: Whether a row sees its block; blocks have no mask and no places.
         scale: Factor of the scores.
@@ -61,10 +59,7 @@ def attend_window(
 ) -> tuple[Tensor, Tensor]:
     """Output ``[B, H, T, E]``, and log₂ of every row's normaliser ``[B, H, T]``.
 
-    Args:
-        call: What to compute.
-        out: Where to write it.
-        mix: Make of ``out`` mix · out + (1 − mix) · (this); None = of this alone.
+    It is written to ``out``: as mix · out + (1 − mix) · (this), or (None) this alone.
     """
     out = output_like(call.query, call.value.shape[3]) if out is None else out
     norm = torch.empty(call.query.shape[:3], dtype=torch.float32, device=call.query.device)
@@ -118,57 +113,30 @@ def _launch(
 ) -> None:
     """Run the launches of a pass.
 
-    Args:
-        name: The pass.
-        call: What to compute.
-        sides: Its tensors ``[B, H, T, channels]`` besides query, key and value, by their names in
-            the kernels.
-        rows: Those of one number per row.
-        mix: See `attend_window`.
-        steps: Its launches.
+    ``sides`` are its tensors ``[B, H, T, channels]`` besides query, key and value, by their names
+    in the kernels, and ``rows`` those of one number per row; for mix see `attend_window`.
     """
-    query, key, value = call.query, call.key, call.value
-    tensors = {"p_q": query, "p_k": key, "p_v": value, **sides}
-    layouts = tuple([layout_of(side) for side in (*tensors.values(), call.mask, call.places)])
-    kind = (name, query.device, layouts, call[5:], mix is None)
-    short = call.blocks and call.window <= SHORT_BLOCK
-    family = (name, query.device, query.dtype, query.shape[3], value.shape[3], short)
+    query = call.query
+    own = {"scale": call.scale, "window": call.window, "CAUSAL": call.causal}
+    own |= {"BLOCKS": call.blocks, "ADDS": mix is not None}
+    own |= {"HAS_MASK": call.mask is not None, "PACKED": call.places is not None}
 
-    def choose() -> Sizes:
-        rows = call.window if call.blocks else 0
-        return choose_sizes(query, key, value, query.shape[0], key.shape[1], rows)
-
-    def write(chosen: Sizes) -> Recipe:
-        values = {
-            "T": query.shape[2],
-            "H": query.shape[1],
-            "HK": key.shape[1],
-            "R": query.shape[1] // key.shape[1],
-            "D": query.shape[3],
-            "E": value.shape[3],
-            "BD": chosen.width,
-            "BE": chosen.value_width,
-            "scale": call.scale,
-            "window": call.window,
-            "CAUSAL": call.causal,
-            "BLOCKS": call.blocks,
-            "ADDS": mix is not None,
-            "HAS_MASK": call.mask is not None,
-            "PACKED": call.places is not None,
-            "PRECISION": precision_of(query, chosen.width),
-            **strides_of(False, **tensors),
-        }
+    def write(chosen: Sizes, values: dict[str, Any]) -> Recipe:
         made = [
-            _step(kernel, call, getattr(chosen, tile), side, values | own)
-            for kernel, tile, side, own in steps
+            _step(kernel, call, getattr(chosen, tile), side, values | own | flags)
+            for kernel, tile, side, flags in steps
         ]
         return Recipe(made, {})
 
     # Where there is none, anything that has an address.
     places = query if call.places is None else call.places
-    runtime: dict[str, Any] = {**tensors, **rows, "mix": 0.0 if mix is None else mix}
+    runtime: dict[str, Any] = {**rows, "mix": 0.0 if mix is None else mix}
     runtime |= {"p_mask": mask_bytes(call.mask, query), "p_places": places}
-    launch_cached(kind, family, runtime, query.device, choose, write)
+    sides = {"p_q": query, "p_k": call.key, "p_v": call.value, **sides}
+    options = (layout_of(call.mask), layout_of(call.places), call[5:], mix is None)
+    family = (call.blocks and call.window <= SHORT_BLOCK,)
+    block_size = call.window if call.blocks else 0
+    launch_heads(name, sides, runtime, options, family, write, block_size)
 
 
 def _step(kernel: Any, call: WindowCall, tile: Tile, side: Tensor, values: dict[str, Any]) -> Step:

@@ -6,6 +6,11 @@ which recomputes them. Per block of b tokens, with P = softmax(scale · q kᵀ):
     o = P v;   dv = Pᵀ dO;   dS = P ∘ (dO vᵀ − rowsum(P ∘ dO vᵀ));   dq = scale · dS k
     dk = scale · dSᵀ q
 
+Under a mask blocks are counted from the first token of a sample that is not masked, so the first
+block that a kernel visits may begin before token 0. The kernel then starts at that negative place,
+and its tiles hold whole blocks as always. The places are found by a separate launch (``gap``): a
+search inside the kernels would take registers that they need.
+
 Dimension legend: see `lln.kernels.launching.triton_steps`; B samples, H query heads, HK key heads,
 R = H / HK, T tokens.
 """
@@ -119,3 +124,21 @@ def blocks_bwd_kernel(
             b_dv = tl.dot(tl.trans(b_p_low), b_do, b_dv, input_precision=PRECISION)
         store_rows(dk, first, b_dk, inside, BT, D, BD, EVEN)
         store_rows(dv, first, b_dv, inside, BT, E, BE, EVEN)
+
+
+# Tokens of a mask that are read at a time.
+LOOK = 1024
+
+
+@triton.jit
+def gap_kernel(p_mask, p_starts, tokens, block_size, LOOK: tl.constexpr):
+    """How far before token 0 of a sample its first block begins."""
+    batch = tl.program_id(0).to(tl.int64)
+    p_mask += batch * tokens
+    first, place = tl.cast(tokens, tl.int32), tl.cast(0, tl.int32)
+    while place < first:
+        at = place + tl.arange(0, LOOK)
+        seen = tl.load(p_mask + at, mask=at < tokens, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(seen, at, tokens)))
+        place += LOOK
+    tl.store(p_starts + batch, (block_size - first % block_size) % block_size)

@@ -115,17 +115,7 @@ def cut_walk(
 ):  # fmt: skip
     """Where a tile's walk over the other side begins; its tiles at the edge before, full, and all.
 
-    Args:
-        first: The first token of the tile.
-        T: Tokens of a sample.
-        window: See the kernels.
-        BT: Tokens of the tile.
-        BS: Tokens of a step.
-        BEFORE: Whether tokens of the other side count that come before a token.
-        BEHIND: Those that come behind it.
-        BLOCKS: See the module.
-        EDGES: See the module.
-        FULL: See the module.
+    BEFORE, BEHIND: whether tokens of the other side count that come before a token, or behind it.
     """
     last = first + BT - 1
     begin = first_seen(first, window, BLOCKS) if BEFORE else first

@@ -5,7 +5,7 @@ on the way, the summary of all earlier keys. `triton_walk_tiles` has the steps o
 equations of a row and the guard that detects when a row has lost its digits; `triton_walk_exact`
 the scores that repair it; `triton_walk_states` the state a stretch starts from. The walks are
 `triton_walk_outputs` in the forward pass; in the backward pass `triton_walk_queries` for dq, then
-`triton_walk_keys` for dk and dv, which starts from what `triton_walk_gathering` has summed over the
+`triton_walk_keys` for dk and dv, which starts from what `triton_walk_states` has summed over the
 later stretches.
 
 *Chunks*: a chunk is one tile of tokens. First one program per stretch writes the state before each

@@ -1,8 +1,5 @@
 """Causal attention from tensors to kernels: stretches, their states, walks and repairs.
 
-A sequence is cut into stretches. One program *walks* a stretch: it goes over its tiles in order and
-carries a state, the summary of all earlier keys. Stretches whose rows lost digits are walked again.
-
 Dimension legend: B samples (or packed sequences), H query heads, Hk key heads, T tokens, D head
 width, E value width. Every query head has its own walk, so there are H summaries.
 """
@@ -15,25 +12,29 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lln.kernels.blocks.gaps import starts_of
-from lln.kernels.causal.launch_chunks import ChunkedCall
-from lln.kernels.causal.launch_states import STATE, exponent_type, scan_step, state_of
-from lln.kernels.causal.triton_walk_gathering import causal_gather_kernel
+from lln.kernels.blocks.launch_blocks import starts_of
+from lln.kernels.causal.launch_chunks import (
+    STATE,
+    ChunkedCall,
+    exponent_type,
+    scan_step,
+    state_of,
+)
 from lln.kernels.causal.triton_walk_keys import causal_key_kernel
 from lln.kernels.causal.triton_walk_outputs import causal_fwd_kernel
 from lln.kernels.causal.triton_walk_queries import causal_query_kernel
+from lln.kernels.causal.triton_walk_states import causal_gather_kernel
 from lln.kernels.launching.recipes import Recipe, Step, Workspace, over_tiles
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import Tile, cdiv, walk_stretch
-from lln.kernels.summaries.gradients import allocate_gradients, finish_gradients, mix_shape
+from lln.kernels.summaries.gradients import launch_gradients
 from lln.kernels.summaries.launch_passes import summarise_steps
 from lln.kernels.summaries.lln_call import (
     Gradients,
     LLNCall,
     constant_args,
     launch_call,
-    mix_mode,
     runtime_args,
 )
 
@@ -66,24 +67,14 @@ def causal_gradients(
     dv_out: Tensor | None = None,
 ) -> Gradients:
     """Gradients of query, key, value, and of alpha, beta and mix where wanted."""
-    alpha_grad, beta_grad, mix_grad = wanted
-    query, value, heads = call.query, call.value, call.query.shape[1]
-    if query.numel() == 0 or value.numel() == 0:
-        return call.no_gradients()
-    mode = mix_mode(call.mix, 1) if mix_grad and call.mix is not None else 0
-    of_alpha = of_beta = of_mix = None
-    if alpha_grad or beta_grad or mode:
-        segments, _ = _segments(call, call.sizes(heads))
-        parts = (call.samples, heads, segments)
-        of_alpha, of_beta = parts if alpha_grad else None, parts if beta_grad else None
-        of_mix = mix_shape(mode, query, value.shape[3], parts)
-    runtime = runtime_args(call, gradient, heads)
-    made = allocate_gradients(call, gradient, runtime, heads, of_alpha, of_beta, of_mix, dv_out)
-    asked = (alpha_grad, beta_grad, mode)
-    launch_call(
-        "causal backward", call, runtime, heads, _write_backward, *asked, others=(gradient, dv_out)
+    heads = call.query.shape[1]
+
+    def parts_of(_: int) -> tuple[tuple[int, ...], ...]:
+        return ((call.samples, heads, _segments(call, call.sizes(heads))[0]),) * 3
+
+    return launch_gradients(
+        "causal backward", call, gradient, heads, wanted, dv_out, parts_of, _write_backward
     )
-    return finish_gradients(call, made, heads // call.key.shape[1])
 
 
 def _segments(call: LLNCall, chosen: Sizes) -> tuple[int, int]:

@@ -5,6 +5,9 @@ memory: a program per stretch (several chunks) has written it, and a scan has su
 from other stretches. Calls with a mask, dropout or packed sequences, and gradients of α, β and mix,
 are walked instead (`lln.kernels.causal.launch_causal`), as are stretches whose rows lost digits.
 
+A *state* is the summary of all keys before a stretch (a program's share of the tokens); in the
+backward pass, what all rows after it contribute to the gradients of keys.
+
 Dimension legend: see `lln.kernels.causal.launch_causal`.
 """
 
@@ -14,23 +17,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lln.kernels.causal.launch_states import STATE, exponent_type, scan_step, state_of
 from lln.kernels.causal.triton_chunk_keys import chunk_key_kernel
 from lln.kernels.causal.triton_chunk_outputs import chunk_fwd_kernel
 from lln.kernels.causal.triton_chunk_queries import chunk_query_kernel
 from lln.kernels.causal.triton_chunk_states import chunk_gather_kernel, chunk_states_kernel
+from lln.kernels.causal.triton_walk_states import scan_kernel
 from lln.kernels.launching.recipes import Place, Recipe, Step, Workspace, over_tiles
 from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import cdiv
 from lln.kernels.summaries.lln_call import LLNCall
 
+# A state's three tensors; a suffix says which stretches it covers.
+STATE = ("p_peak", "p_mass", "p_sum")
 # Fewer chunks in a stretch save less time than the scan over the stretches takes.
 LEAST_CHUNKS = 16
 # With as many heads per multiprocessor, passes over chunks without far states save more time than
 # shorter stretches.
 LEAST_HEADS = 1.4
-# With fewer heads per multiprocessor there is room to load one more tile ahead.
-ROOMY_HEADS = 2
 
 
 class ChunkedCall(NamedTuple):
@@ -127,10 +130,8 @@ class ChunkedCall(NamedTuple):
         workspace |= states | {f"{name}_before": states[name] for name in STATE}
         workspace["p_sum_before"] = whole, sums
         grid = (self.segments, self.programs)
-        own, tile = values | state_of(""), chosen.chunk_state
-        if self.segments == 1 and self.programs < ROOMY_HEADS * chosen.cores:
-            tile = tile._replace(stages=tile.stages + 1)
-        steps = [over_tiles(chunk_states_kernel, grid, own, tile)]
+        own = values | state_of("")
+        steps = [over_tiles(chunk_states_kernel, grid, own, chosen.chunk_state)]
         if self.segments > 1:
             steps.append(scan_step("", "_before", self.programs, chosen, values))
         return steps, workspace
@@ -138,3 +139,21 @@ class ChunkedCall(NamedTuple):
     def _over_chunks(self, kernel: Any, values: dict[str, Any], name: str) -> Step:
         grid = (self.chunks, self.programs)
         return over_tiles(kernel, grid, values, getattr(self.chosen, name))
+
+
+def state_of(suffix: str, parameters: str = "") -> dict[str, Any]:
+    """Which state a kernel gets as ``p_peak``, ``p_mass`` and ``p_sum``."""
+    return {name + parameters: Place(name + suffix) for name in STATE}
+
+
+def scan_step(own: str, others: str, programs: int, chosen: Sizes, values: dict[str, Any]) -> Step:
+    """Turn every stretch's own state into that of all stretches before (``_after``: after) it."""
+    rows = min(8, chosen.width)
+    values = values | state_of(own) | state_of(others, "_out")
+    values |= {"ROWS": rows, "REVERSE": others == "_after"}
+    return Step(scan_kernel, (chosen.width // rows, programs), values, 4)
+
+
+def exponent_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which differences of exponents of such inputs are computed."""
+    return torch.float64 if dtype == torch.float32 else torch.float32

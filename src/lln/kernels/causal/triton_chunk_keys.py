@@ -10,9 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.causal.triton_chunk_rows import find_chunk, key_weights
-from lln.kernels.causal.triton_chunk_states import load_top, load_whole_state
-from lln.kernels.causal.triton_walk_gathering import load_levels
+from lln.kernels.causal.triton_chunk_states import (
+    find_chunk,
+    key_weights,
+    load_top,
+    load_whole_state,
+)
+from lln.kernels.causal.triton_walk_states import load_levels
 from lln.kernels.causal.triton_walk_tiles import query_exponents
 from lln.kernels.launching.triton_order import wait_for_launch
 from lln.kernels.launching.triton_steps import (

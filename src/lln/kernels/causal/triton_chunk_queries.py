@@ -9,13 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.causal.triton_chunk_rows import (
+from lln.kernels.causal.triton_chunk_states import (
     find_chunk,
     key_weights,
+    load_top,
+    load_whole_state,
     mark_lost,
     weigh_chunk,
 )
-from lln.kernels.causal.triton_chunk_states import load_top, load_whole_state
 from lln.kernels.launching.triton_order import wait_for_launch
 from lln.kernels.launching.triton_steps import (
     block_scores,

@@ -4,6 +4,12 @@ One program goes over the chunks of its stretch and writes the sums it has so fa
 from the first chunk on, what rows contribute to the gradients of keys (`gathering` of the walks)
 from the last one back. Sums are written in the type that products round them to anyway. What other
 stretches contribute, the *far* state, comes from the same scan as for walks.
+
+The weights of a chunk's rows, of the state before it and of its own keys, have the equations of
+`lln.kernels.causal.triton_walk_tiles`, with m the peaks behind the chunk and the state relative to
+its own peaks p: e^{x + p − r} = e^{x + m − r} e^{p − m}. Tiles that come in float32 stay in the
+layout of loads (`widen`). That is faster where their weights go to shared memory anyway, as right
+operands do.
 """
 
 from __future__ import annotations
@@ -11,7 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.causal.triton_walk_gathering import load_levels
+from lln.kernels.causal.triton_walk_states import load_levels
+from lln.kernels.causal.triton_walk_tiles import GUARD, query_exponents
 from lln.kernels.launching.triton_order import wait_for_launch
 from lln.kernels.launching.triton_steps import (
     NEVER,
@@ -23,6 +30,7 @@ from lln.kernels.launching.triton_steps import (
     load_scale,
     rows_inside,
     rows_of,
+    widen,
     widen_turned,
 )
 from lln.kernels.summaries.triton_mixing import load_gradient
@@ -45,7 +53,10 @@ def load_chunk_state(
     before a chunk are those at the end of the chunk before; those of the first one do not matter.
     """
     slots, channels = tl.arange(0, BD), tl.arange(0, BE)
-    has_some = has_state(chunk, chunks, program_tokens // BT, BEHIND)
+    count = program_tokens // BT
+    has_some = chunk % count != 0
+    if BEHIND:
+        has_some = (chunk % count != count - 1) & (chunk != chunks - 1)
     own = place if BEHIND else tl.where(has_some, place - 1, place)
     b_peak = tl.load(p_chunk_peak + own * BD + slots)
     b_mass = tl.load(p_chunk_mass + place * BD + slots)
@@ -73,14 +84,6 @@ def load_whole_state(
         )
         b_sum = b_wide.to(p_chunk_sum.dtype.element_ty)
     return b_peak, b_mass, b_sum
-
-
-@triton.jit
-def has_state(chunk, chunks, count, BEHIND: tl.constexpr):
-    """Whether another chunk of its stretch of ``count`` chunks is before (BEHIND: behind) it."""
-    if BEHIND:
-        return (chunk % count != count - 1) & (chunk != chunks - 1)
-    return chunk % count != 0
 
 
 @triton.jit
@@ -192,3 +195,55 @@ def chunk_gather_kernel(
         b_peak = b_new
     if HAS_STATE:
         store_partial(p_peak, p_mass, p_sum, part, slots, b_peak, b_level, b_sum, BD, BE)
+
+
+@triton.jit
+def key_weights(b_k, beta, inside, b_top, BD: tl.constexpr, EVEN: tl.constexpr):
+    """e^{y − m} ``[BT, BD]``; zero beyond the end."""
+    b_e = exponential(widen(b_k, BD) * beta - b_top[None, :])
+    if not EVEN:
+        b_e = tl.where(inside[:, None], b_e, 0.0)
+    return b_e
+
+
+@triton.jit
+def weigh_chunk(
+    b_q, b_e, b_top, b_mass, alpha,
+    D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+    EXP: tl.constexpr, LOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The weights in every row of a chunk; mass is that of all states, relative to m.
+
+    Returns:
+        S ``[BT, BT]``; weights e^{x + m − r} ``[BT, BD]``; r and the normalisers ``[BT]``.
+    """
+    b_x = query_exponents(b_q, alpha, D, BD)
+    b_wide = b_x.to(EXP) + b_top[None, :].to(EXP)
+    b_max = tl.max(b_wide, 1)
+    b_w = exponential((b_wide - b_max[:, None]).to(tl.float32))
+    rows = tl.arange(0, BT)
+    b_s = tl.dot(b_w.to(LOW), tl.trans(b_e.to(LOW)), input_precision=PRECISION)
+    b_s = tl.where(rows[:, None] >= rows[None, :], b_s, 0.0)
+    b_norm = tl.sum(b_s, 1) + tl.sum(b_w * b_mass[None, :], 1)
+    return b_s, b_w, b_max, b_norm
+
+
+@triton.jit
+def find_chunk(program_tokens, segments, H, BT: tl.constexpr, REVERSED: tl.constexpr):
+    """A program's chunk, (sample, head), sample, head, first token, place of its state, stretch.
+
+    REVERSED: the last head first, because what the pass before touched last is still in the cache.
+    """
+    chunk, index = tl.program_id(0), tl.program_id(1)
+    if REVERSED:
+        index = tl.num_programs(1) - 1 - index
+    index, first = index.to(tl.int64), chunk * BT
+    place, part = index * tl.num_programs(0) + chunk, index * segments + first // program_tokens
+    return chunk, index, index // H, index % H, first, place, part
+
+
+@triton.jit
+def mark_lost(p_lost, part, b_norm, inside, BT: tl.constexpr):
+    """Mark the stretch if a row has a normaliser below the guard; all such rows store the same."""
+    p_mark = p_lost + part + tl.zeros([BT], tl.int64)
+    tl.store(p_mark, tl.full([BT], 1, tl.int32), mask=(b_norm < GUARD) & inside)

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from lln.kernels.causal.triton_walk_exact import exact_products, exact_scores, exact_weights
-from lln.kernels.causal.triton_walk_gathering import gather_tile, load_levels
-from lln.kernels.causal.triton_walk_states import load_state
+from lln.kernels.causal.triton_walk_states import gather_tile, load_levels, load_state
 from lln.kernels.causal.triton_walk_tiles import load_tile, query_exponents
 from lln.kernels.launching.triton_order import wait_for_launch
 from lln.kernels.launching.triton_steps import (

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from lln.kernels.causal.triton_walk_exact import exact_products
-from lln.kernels.causal.triton_walk_states import load_state
+from lln.kernels.causal.triton_walk_states import ALWAYS, load_state
 from lln.kernels.causal.triton_walk_tiles import any_lost, load_tile, take_tile, weigh_rows
 from lln.kernels.launching.triton_order import wait_for_launch
 from lln.kernels.launching.triton_steps import (
@@ -27,9 +27,6 @@ from lln.kernels.launching.triton_steps import (
     widen,
 )
 from lln.kernels.summaries.triton_mixing import load_gradient, mix_rows
-
-# Z of a row without gradient: it makes every weight e^{x − Z} zero.
-ALWAYS = tl.constexpr(1e30)
 
 
 @triton.jit(do_not_specialize=["seed"])

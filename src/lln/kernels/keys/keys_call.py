@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lln.eager.key_blocks import blocks_in
 from lln.kernels.keys.launch_choice import gaps_before
-from lln.kernels.launching.kernel_arguments import flat_scale, mask_bytes
+from lln.kernels.launching.kernel_arguments import flat_beta, flat_scale, mask_bytes
 from lln.kernels.summaries.lln_call import LLNCall
 
 # Log-mass, centroid and mean key.
@@ -47,19 +47,12 @@ class Outside(NamedTuple):
 
 
 class KeysCall(NamedTuple):
-    """One call.
+    """One call; what is not said here is as in `lln.kernels.summaries.lln_call.LLNCall`.
 
     Attributes:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, T, D]``.
-        value: ``[B, Hk, T, E]``.
-        alpha: 4-D, broadcasts to ``[B, H, 1, 1]``; None = ``alpha_number``.
-        beta: 4-D; None = ``beta_number``.
         offset: 4-D; None = ``offset_number``.
         indices: int32 ``[B, H, G, K]``, contiguous; -1 = none.
         mask: bool ``[B, T]`` or None.
-        alpha_number: α where it is one number.
-        beta_number: β where it is one number.
         offset_number: The offset where it is one number.
         block_size: W, a power of two.
         group_size: Queries in a group, a power of two.
@@ -101,6 +94,11 @@ class KeysCall(NamedTuple):
         return self.blocks * (self.block_size // self.group_size)
 
     @property
+    def rows_behind(self) -> int:
+        """Into how many parts of W rows those behind the tokens are cut."""
+        return -((self.query.shape[2] - self.key.shape[2]) // self.block_size)
+
+    @property
     def summary_heads(self) -> int:
         """SH."""
         if self.outside is not None:
@@ -120,11 +118,7 @@ class KeysCall(NamedTuple):
         return *[side is None for side in given], *numbers
 
     def runtime(self, **others: Tensor) -> dict[str, Any]:
-        """The arguments that differ from call to call, by their names in the kernels.
-
-        Args:
-            others: More tensors.
-        """
+        """The arguments that differ from call to call, by their names in the kernels."""
         batch, query = self.query.shape[0], self.query
         mask, gaps, held = self.masking
         return {
@@ -136,20 +130,13 @@ class KeysCall(NamedTuple):
             "p_gaps": gaps,
             "p_held": held,
             "p_alpha": flat_scale(self.alpha, batch, query),
-            "p_beta": self._flat_beta(),
+            "p_beta": flat_beta(self.beta, self.summary_heads, batch, query),
             "p_offset": flat_scale(self.offset, batch, query),
             "alpha": self.alpha_number,
             "beta": self.beta_number,
             "offset": self.offset_number,
             **others,
         }
-
-    def _flat_beta(self) -> Tensor:
-        """β of every summary ``[B · SH]``; anything where it is one number."""
-        beta, slots = self.beta, self.summary_heads
-        if beta is not None and beta.shape[1] != slots:
-            beta = beta.repeat_interleave(slots // beta.shape[1], 1)
-        return flat_scale(beta, self.query.shape[0], self.query)
 
     @property
     def masking(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,4 +149,4 @@ class KeysCall(NamedTuple):
             gaps = torch.zeros_like(self.outside.held)
             return mask_bytes(mask, query), gaps, self.outside.held
         held = mask.sum(-1, dtype=torch.int32)
-        return mask_bytes(mask, query), gaps_before(mask, self.block_size, query), held
+        return mask_bytes(mask, query), gaps_before(mask, self.block_size), held

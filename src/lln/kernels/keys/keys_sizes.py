@@ -17,16 +17,12 @@ from lln.kernels.launching.limits import power_of_two
 TILE_BYTES = 8 * 1024
 # Tiles that are fetched ahead.
 STAGES = {"key": 1, "chosen": 2}
-# Warps of a program; more for wide heads.
-WARPS = {"read": 4, "slot": 4, "far": 4, "key": 4}
 
 
 def constant_args(call: KeysCall, **others: Tensor) -> dict[str, Any]:
     """The arguments that calls of one kind share, by their names in the kernels.
 
-    Args:
-        call: What to compute.
-        others: Tensors besides query, key and value whose strides the kernels need.
+    ``others`` are tensors besides query, key and value whose strides the kernels need.
     """
     (heads, tokens, width), value_width = call.query.shape[1:], call.value.shape[3]
     chosen = max(16, min(rows_at_once(call), power_of_two(call.indices.shape[-1])))
@@ -79,9 +75,9 @@ def rows_at_once(call: KeysCall) -> int:
     return max(16, min(64, rows))
 
 
-def warps(kind: str, sizes: dict[str, Any]) -> int:
+def warps(sizes: dict[str, Any]) -> int:
     """Warps of a program."""
-    return 8 if _is_wide(sizes) else WARPS[kind]
+    return 8 if _is_wide(sizes) else 4
 
 
 def _is_wide(sizes: dict[str, Any]) -> bool:

@@ -67,16 +67,9 @@ def choose(
 ) -> Tensor:
     """The chosen keys of every group by its mean query: int32 ``[B, H, G, K]``.
 
-    Args:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, T, D]``.
-        mask: bool ``[B, T]`` or None.
-        keys: K, at most T.
-        block_size: W, a power of two.
-        group_size: Queries in a group, a power of two.
-        flip: Whether scores have a negative factor.
+    K, ``keys``, is at most T; ``flip`` says whether scores have a negative factor.
     """
-    gaps = None if mask is None else gaps_before(mask, block_size, query)
+    gaps = None if mask is None else gaps_before(mask, block_size)
     place = BlockPlace(mask, gaps, block_size, group_size)
     blocks = blocks_in(query.shape[2], block_size, mask is not None)
     if keys == 0:
@@ -88,11 +81,7 @@ def choose(
 def mean_queries(query: Tensor, place: BlockPlace, blocks: int, flip: bool) -> Tensor:
     """The mean query of every group, in the dtype of query: ``[B, H, G, D]``.
 
-    Args:
-        query: ``[B, H, T, D]``.
-        place: How the queries lie in blocks; those that do not count are left out.
-        blocks: How many there are.
-        flip: Whether scores have a negative factor.
+    It is that of the tokens that count; ``flip`` says whether scores have a negative factor.
     """
     batch, heads, tokens, width = query.shape
     size, group_size = place.block_size, place.group_size
@@ -117,16 +106,13 @@ def best_keys(
 ) -> tuple[Tensor, Tensor]:
     """The K keys with the largest products with every mean query, none of the group's block.
 
-    Args:
-        mean: ``[B, H, G, D]`` in the dtype of key, contiguous; W / group_size groups to a block.
-        key: ``[B, Hk, T, D]``; T need not be the number of queries.
-        place: How the keys lie in the blocks of the groups.
-        keys: K, at least 1.
-        scored: Whether the scores are wanted as well.
+    Mean queries ``[B, H, G, D]`` have the dtype of key and are contiguous, W / group_size to a
+    block; ``place`` says how the keys ``[B, Hk, T, D]`` lie in these blocks. T need not be the
+    number of queries, K is at least 1.
 
     Returns:
-        int32 ``[B, H, G, K]``, ascending, -1 where there are fewer; and the float32 scores of
-        these keys, -inf where there are fewer, or nothing.
+        int32 ``[B, H, G, K]``, ascending, -1 where there are fewer; and, if ``scored``, the float32
+        scores of these keys, -inf where there are fewer.
     """
     (batch, heads, groups), tokens = mean.shape[:3], key.shape[2]
     device = mean.device
@@ -181,8 +167,6 @@ def _write_best(mean: Tensor, key: Tensor, place: BlockPlace, keys: int, scored:
     return Recipe(steps, workspace)
 
 
-def gaps_before(mask: Tensor | None, block_size: int, stand_in: Tensor) -> Tensor:
+def gaps_before(mask: Tensor, block_size: int) -> Tensor:
     """How far before token 0 the first block of every sample begins: int32 ``[B]``."""
-    if mask is None:
-        return stand_in
     return (-first_tokens(mask) % block_size).to(torch.int32)

@@ -32,6 +32,8 @@ PAIRS_AT_ONCE = 1024
 PAIR_SHARE = 0.17
 # What a kernel gets that takes the pairs of blocks in order.
 SORTED_PAIRS = {"p_order": Place("p_pair_order"), "p_starts": Place("p_pair_starts")}
+# What stands for the gradients of a summary where nobody looks at them.
+NO_SUMMARY = dict.fromkeys(("p_dc", "p_shift", "p_dcentre", "p_dbeta_parts"), Place("p_delta"))
 
 
 def attend_exact_keys(call: KeysCall) -> tuple[Tensor, ...]:
@@ -59,7 +61,7 @@ def read_keys(call: KeysCall, summary: Summary) -> tuple[Tensor, Tensor, Tensor]
         own = {"STAGES": STAGES["chosen"]}
         grid = (call.groups * batch * heads,)
         kernel = keys_read.keys_read_kernel
-        return Recipe([Step(kernel, grid, values | own, warps("read", values))], {})
+        return Recipe([Step(kernel, grid, values | own, warps(values))], {})
 
     runtime = call.runtime(p_o=out, p_lse=lse, p_level=levels) | named_summary(summary)
     launch_fixed(("read keys", *call.options), runtime, query.device, write)
@@ -76,38 +78,49 @@ def exact_keys_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of query, key, value, and of α, β and the offset where they are tensors.
 
-    The last three are ``[B, H, 1, 1]``; that of β has one entry per summary head.
+    The last three are ``[B, H, 1, 1]``; that of β has one entry per summary head. A summary from
+    outside has no β: in its place come the gradients of log-mass, centroid and mean key in float32,
+    that of the mean key without what log-mass holds of it.
     """
-    query, key, value = call.query, call.key, call.value
-    batch, heads, _, width = query.shape
-    log_mass, centroid, centre = summary
-    slots, device = log_mass.shape[1], query.device
-    dq, dk, dv = (torch.empty_like(side) for side in (query, key, value))
+    query, device = call.query, call.query.device
+    (batch, heads, _, width), slots = query.shape, call.summary_heads
+    dq, dk, dv = (torch.empty_like(side) for side in (query, call.key, call.value))
     if query.numel() == 0:
         zero = torch.zeros((batch, heads, 1, 1), device=device)
         return dq, dk, dv, zero, zero[:, :slots], zero
-    runtime = call.runtime(p_g=gradient, p_o=out, p_lse=lse, p_dq=dq, p_dk=dk, p_dv=dv)
-    runtime |= named_summary((log_mass, centroid, centre)) | {"p_delta": torch.empty_like(lse)}
-    strides = {"p_o": out, "p_g": gradient, "p_dq": dq, "p_dk": dk, "p_dv": dv}
-    gathered = gathered_gradients(call)
+    sides = {"p_o": out, "p_g": gradient, "p_dq": dq, "p_dk": dk, "p_dv": dv}
+    runtime = call.runtime(p_lse=lse, p_delta=torch.empty_like(lse), **sides)
+    runtime |= named_summary((summary[0], summary[1], summary[2]))
     parts, scalars = gradient_parts(call)
+    is_own = call.outside is None
+    gathered = gathered_gradients(call) if is_own else {}
 
     def write_slots() -> Recipe:
-        values = constant_args(call, **strides)
-        return Recipe([gradient_step(call, values), gather_step(call, values)], {})
+        values = constant_args(call, **sides)
+        steps = [gradient_step(call, values)]
+        return Recipe([*steps, gather_step(call, values)] if is_own else steps, {})
 
     of_slots = {**runtime, "p_level": levels, **parts, **gathered}
     launch_fixed(("slot gradients", *call.options), of_slots, device, write_slots)
+    of_summary: list[Tensor] = []
+    if not is_own:
+        # Of all programs and query heads that read a summary; always in the same order.
+        of_summary = [
+            parts[name].view(batch, slots, -1, *parts[name].shape[2:]).sum(2)
+            for name in ("p_dl_parts", "p_dc_parts", "p_dm_parts")
+        ]
     del parts, of_slots
-    dbeta = torch.empty((batch * slots, call.blocks), device=device)
-    runtime |= gathered | {"p_dbeta_parts": dbeta}
+    dbeta = torch.empty((batch * slots, call.blocks if is_own else 0), device=device)
     # Before the pairs take their memory, because sorting needs some of its own.
-    runtime |= _sorted_pairs(call, runtime["p_gaps"])
+    if is_own:
+        runtime |= gathered | {"p_dbeta_parts": dbeta, **_sorted_pairs(call, runtime["p_gaps"])}
+    else:
+        runtime |= _in_order(*_parts_chosen(call))
     launch_fixed(
         ("pair gradients", *call.options),
         runtime,
         device,
-        lambda: _write_pairs(call, constant_args(call, **strides)),
+        lambda: _write_pairs(call, constant_args(call, **sides)),
     )
     shape = (batch, heads, 1, 1)
     of_alpha = of_beta = of_offset = None
@@ -115,28 +128,41 @@ def exact_keys_gradients(
         of_alpha = scalars[0].sum(-1).view(shape)
     if call.offset is not None:
         of_offset = scalars[1].sum(-1).view(shape)
+    if not is_own:
+        return dq, dk, dv, of_alpha, of_offset, *of_summary
     if call.beta is not None:
         # β also stands before μ in the logits of the slots.
-        through = gathered["p_dl"].view(batch, slots, -1, width).sum(2) * centre
+        through = gathered["p_dl"].view(batch, slots, -1, width).sum(2) * summary[2]
         of_beta = (dbeta.sum(-1).view(batch, slots) - through.sum(-1)).view(batch, slots, 1, 1)
     return dq, dk, dv, of_alpha, of_beta, of_offset
 
 
 def _write_pairs(call: KeysCall, values: dict[str, Any]) -> Recipe:
-    batch, key_heads = call.key.shape[:2]
-    own = {"BP": rows_at_once(call), "STAGES": STAGES["key"], **SORTED_PAIRS}
+    """Add blocks and chosen keys to dq, and write dk and dv."""
+    (batch, key_heads, rows), tokens = call.key.shape[:3], call.query.shape[2]
+    own = {"BP": rows_at_once(call), "STAGES": STAGES["key"], **SORTED_PAIRS, "ALONE": False}
     each, share = heads_at_once(call), call.query.shape[1] // key_heads
-    steps = []
+    steps, number = [], warps(values)
+    kernel, parts, most = keys_grad.keys_key_kernel, call.blocks, registers(values)
+    if call.outside is not None:
+        values["G"] = call.indices.shape[2]
+        alone = values | own | NO_SUMMARY | {"first_head": 0, "ALONE": True}
+        steps.append(Step(kernel, (parts * batch * key_heads,), alone, number))
+        # This kernel counts the rows behind the tokens.
+        kernel, parts, most = keys_grad.keys_rows_kernel, call.rows_behind, 0
+        own |= {"S": rows - tokens, "parts": parts}
     for first in range(0, batch * key_heads, each):
         count = min(each, batch * key_heads - first)
-        steps.append(far_step(values, first * share, count * share))
-        some = values | own | {"first_head": first}
-        grid, number = (call.blocks * count,), warps("key", values)
-        steps.append(Step(keys_grad.keys_key_kernel, grid, some, number, registers(values)))
-    return Recipe(steps, pair_memory(call))
+        far = values | {"first_head": first * share, "STAGES": STAGES["chosen"]}
+        grid = (count * share * values["G"],)
+        steps.append(Step(keys_grad.keys_far_kernel, grid, far, number))
+        if parts:
+            some = values | own | {"first_head": first}
+            steps.append(Step(kernel, (parts * count,), some, number, most))
+    return Recipe(steps, _pair_memory(call))
 
 
-def pair_memory(call: KeysCall) -> Workspace:
+def _pair_memory(call: KeysCall) -> Workspace:
     """Where dk and dv of every (group, chosen key) of some heads go."""
     query, value_width = call.query, call.value.shape[3]
     share = query.shape[1] // call.key.shape[1]
@@ -147,20 +173,13 @@ def pair_memory(call: KeysCall) -> Workspace:
     }
 
 
-def far_step(values: dict[str, Any], first: int, count: int) -> Step:
-    """Add block and chosen keys to dq of ``count`` query heads from ``first`` on."""
-    own = {"first_head": first, "STAGES": STAGES["chosen"]}
-    grid = (count * values["G"],)
-    return Step(keys_grad.keys_far_kernel, grid, values | own, warps("far", values))
-
-
 def _sorted_pairs(call: KeysCall, gaps: Tensor) -> dict[str, Tensor]:
     """The pairs (group, chosen key) of all query heads, sorted by head and block of the key."""
     batch, heads, groups, keys = call.indices.shape
     device, pairs = call.query.device, groups * keys
     # Missing keys sort behind all others.
     last = batch * heads * call.blocks
-    found = torch.empty(batch * heads * pairs, dtype=short_dtype(last), device=device)
+    found = torch.empty(batch * heads * pairs, dtype=_short_dtype(last), device=device)
 
     def write() -> Recipe:
         values = {"H": heads, "pairs": pairs, "blocks": call.blocks, "last": last}
@@ -171,15 +190,14 @@ def _sorted_pairs(call: KeysCall, gaps: Tensor) -> dict[str, Tensor]:
     if pairs:
         runtime = {"p_chosen": call.indices, "p_gaps": gaps, "p_block": found}
         launch_fixed(("blocks of pairs", *call.options), runtime, device, write)
-    return in_order(found, last)
+    return _in_order(found, last)
 
 
-def in_order(blocks: Tensor, last: int) -> dict[str, Tensor]:
+def _in_order(blocks: Tensor, last: int) -> dict[str, Tensor]:
     """Which pair comes at every place, and where the pairs of every block of every head begin.
 
-    Args:
-        blocks: The block of every pair's key, counted over all heads.
-        last: How many blocks there are; also that of pairs without a key.
+    It is asked with the block of every pair's key, counted over all heads, and how many there are,
+    which is also that of pairs without a key.
     """
     ordered, order = blocks.sort(stable=True)
     starts = torch.arange(last + 1, device=blocks.device, dtype=blocks.dtype)
@@ -187,7 +205,7 @@ def in_order(blocks: Tensor, last: int) -> dict[str, Tensor]:
     return {"p_pair_order": order, "p_pair_starts": starts}
 
 
-def short_dtype(last: int) -> torch.dtype:
+def _short_dtype(last: int) -> torch.dtype:
     """An integer dtype for numbers up to ``last``; short ones are sorted sooner."""
     return torch.int16 if last < 2**15 - 1 else torch.int32
 
@@ -201,3 +219,16 @@ def heads_at_once(call: KeysCall) -> int:
     one = max(numbers * query.itemsize, 1)
     tensors = 2 * (query.nbytes + key.nbytes + call.value.nbytes)
     return min(max(1, int(tensors * PAIR_SHARE) // one), query.shape[0] * key.shape[1])
+
+
+def _parts_chosen(call: KeysCall) -> tuple[Tensor, int]:
+    """For every pair which W of the rows behind the tokens it chose, counted over all heads.
+
+    The second result is the number of pairs without a key.
+    """
+    (batch, heads), cuts = call.indices.shape[:2], call.rows_behind
+    last = batch * heads * cuts
+    line = torch.arange(batch * heads, device=call.indices.device, dtype=torch.int32)
+    part = (call.indices - call.query.shape[2]) // call.block_size
+    part += line.view(batch, heads, 1, 1) * cuts
+    return torch.where(call.indices < 0, last, part).flatten().to(_short_dtype(last)), last

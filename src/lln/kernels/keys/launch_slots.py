@@ -82,7 +82,7 @@ def gradient_step(call: KeysCall, values: dict[str, Any]) -> Step:
     own = {"splits": splits, "stretch": stretch, "BM": rows, "STAGES": stages}
     own["EVEN"] = call.mask is None and tokens % rows == 0
     grid = (batch * heads * splits,)
-    return Step(keys_grad.keys_slot_kernel, grid, values | own, warps("slot", values))
+    return Step(keys_grad.keys_slot_kernel, grid, values | own, warps(values))
 
 
 def _cut(call: KeysCall) -> tuple[int, int]:

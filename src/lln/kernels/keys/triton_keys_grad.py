@@ -15,6 +15,12 @@ The slots' logits hold the mean key μ as -βμ and as scale · q·μ; its gradi
    sum over the pairs that chose its tokens. Pairs come sorted by key, so those of a block lie in a
    row: they are added by products with 0-1 matrices, always in the same order.
 
+A rank of several holds its own tokens and, behind them in the same tensors, the rows that its
+groups chose, wherever they came from. Nobody chooses one of its own tokens there, and the gradient
+of the summary, which is that of all ranks, goes back to them. So the third pass falls apart: blocks
+of tokens get the share of their own queries (ALONE), rows behind them (``rows``) that of the pairs
+which chose them.
+
 Dimension legend: see `lln.kernels.keys.triton_keys_read`; BP pairs in a tile, HK key heads.
 """
 
@@ -273,10 +279,13 @@ def keys_key_kernel(
     stride_dkb, stride_dkh, stride_dkt, stride_dkd, stride_dvb, stride_dvh, stride_dvt, stride_dvd,
     W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BW: tl.constexpr, BP: tl.constexpr, R: tl.constexpr, SR: tl.constexpr,
-    HAS_BETA: tl.constexpr, HAS_MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_BETA: tl.constexpr, HAS_MASK: tl.constexpr, EVEN: tl.constexpr, ALONE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens of one (sample, key head), for the R query heads that share it."""
+    """One block of tokens of one (sample, key head), for the R query heads that share it.
+
+    ALONE: what these queries give to their own block, and nothing else.
+    """
     number, local = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     index = local + first_head
     batch, key_head = index // HK, index % HK
@@ -303,30 +312,33 @@ def keys_key_kernel(
     base = (index - local) * R * G * K
     for r in tl.static_range(R):
         own = tl.cast(r, tl.int64)
-        p_ends = p_starts + (index * R + r) * blocks + number
-        start, end = tl.load(p_ends), tl.load(p_ends + 1)
+        if not ALONE:
+            p_ends = p_starts + (index * R + r) * blocks + number
+            start, end = tl.load(p_ends), tl.load(p_ends + 1)
         query_head = batch * H + key_head * R + r
         rows = query_head * T + first + tl.arange(0, BW)
         b_q = load_queries(heads_on(q, own), first, inside, ok, BW, D, BD, EVEN, HAS_MASK)
         b_do = load_rows(heads_on(g, own), first, inside, BW, E, BE, EVEN)
         b_lse = tl.load(p_lse + rows, mask=inside, other=-NEVER)
         b_delta = tl.load(p_delta + rows, mask=inside, other=0.0)
-        b_key, b_row, b_value_row = load_pairs(
-            p_pair_dk, p_pair_dv, p_order, p_chosen, base, start, end, D, E, BD, BE, BP
-        )
+        if not ALONE:
+            b_key, b_row, b_value_row = load_pairs(
+                p_pair_dk, p_pair_dv, p_order, p_chosen, base, start, end, D, E, BD, BE, BP
+            )
         b_dk, b_dv = add_near(
             b_dk, b_dv, b_q, b_do, b_k, b_v, ok, b_lse, b_delta, scale, EVEN, PRECISION
         )
-        b_dk, b_dv = add_pairs(b_dk, b_dv, b_key, b_row, b_value_row, first, BW, PRECISION)
-        for at in tl.range(start + BP, end, BP, num_stages=STAGES):
-            b_key, b_row, b_value_row = load_pairs(
-                p_pair_dk, p_pair_dv, p_order, p_chosen, base, at, end, D, E, BD, BE, BP
-            )
+        if not ALONE:
             b_dk, b_dv = add_pairs(b_dk, b_dv, b_key, b_row, b_value_row, first, BW, PRECISION)
+            for at in tl.range(start + BP, end, BP, num_stages=STAGES):
+                b_key, b_row, b_value_row = load_pairs(
+                    p_pair_dk, p_pair_dv, p_order, p_chosen, base, at, end, D, E, BD, BE, BP
+                )
+                b_dk, b_dv = add_pairs(b_dk, b_dv, b_key, b_row, b_value_row, first, BW, PRECISION)
 
     # The summaries that these tokens are part of.
     b_wide = widen(b_k, BD)
-    for s in tl.static_range(R // SR):
+    for s in tl.static_range(0 if ALONE else R // SR):
         summary = index * (R // SR) + s
         own_beta = load_scale(p_beta, beta, summary, HAS_BETA)
         b_log_mass = tl.load(p_log_mass + summary * D + slots, mask=slots < D, other=-NEVER)
@@ -344,3 +356,35 @@ def keys_key_kernel(
         tl.store(p_dbeta_parts + summary * blocks + number, tl.sum(tl.sum(b_dx * b_wide, 1), 0))
     store_rows(dk, first, b_dk, inside, BW, D, BD, EVEN)
     store_rows(dv, first, b_dv, inside, BW, E, BE, EVEN)
+
+
+@triton.jit
+def keys_rows_kernel(
+    p_dk, p_dv, p_pair_dk, p_pair_dv, p_order, p_chosen, p_starts, first_head, T, S, HK, G, K,
+    parts,
+    stride_dkb, stride_dkh, stride_dkt, stride_dkd, stride_dvb, stride_dvh, stride_dvt, stride_dvd,
+    W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BW: tl.constexpr, BP: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """W of the S rows behind the tokens of one (sample, key head): the sum over their pairs."""
+    part, local = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
+    index = local + first_head
+    batch, key_head, first = index // HK, index % HK, T + part * W
+    dk = rows_of(p_dk, batch, key_head, 0, stride_dkb, stride_dkh, stride_dkt, stride_dkd)
+    dv = rows_of(p_dv, batch, key_head, 0, stride_dvb, stride_dvh, stride_dvt, stride_dvd)
+    b_dk = tl.zeros([BW, BD], tl.float32)
+    b_dv = tl.zeros([BW, BE], tl.float32)
+    base = (index - local) * R * G * K
+    for r in tl.static_range(R):
+        p_ends = p_starts + (index * R + r) * parts + part
+        start, end = tl.load(p_ends), tl.load(p_ends + 1)
+        for at in tl.range(start, end, BP, num_stages=STAGES):
+            b_key, b_row, b_value_row = load_pairs(
+                p_pair_dk, p_pair_dv, p_order, p_chosen, base, at, end, D, E, BD, BE, BP
+            )
+            b_dk, b_dv = add_pairs(b_dk, b_dv, b_key, b_row, b_value_row, first, BW, PRECISION)
+    places = part * W + tl.arange(0, BW)
+    inside = (places < S) & (tl.arange(0, BW) < W)
+    store_rows(dk, first, b_dk, inside, BW, D, BD, False)
+    store_rows(dv, first, b_dv, inside, BW, E, BE, False)

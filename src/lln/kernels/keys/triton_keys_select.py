@@ -114,21 +114,9 @@ def peaks_kernel(
     end = tl.minimum((split + 1) * stretch, T)
     for at in tl.range(split * stretch, end, C, num_stages=STAGES):
         b_s = score_tile(
-            b_mean,
-            keys,
-            p_mask + batch * T,
-            gap,
-            at,
-            b_block,
-            T,
-            W,
-            C,
-            D,
-            BD,
-            EVEN,
-            HAS_MASK,
+            b_mean, keys, p_mask + batch * T, gap, at, b_block, T, W, C, D, BD, EVEN, HAS_MASK,
             PRECISION,
-        )
+        )  # fmt: skip
         b_peak = tl.maximum(b_peak, b_s)
     groups = first + tl.arange(0, ROWS)
     p_out = p_peaks + ((index * G + groups) * splits + split)[:, None] * C

@@ -17,6 +17,7 @@ from lln.kernels.summaries.triton_summaries import (
     load_partial,
     merge_partials,
     store_partial,
+    store_summary,
     summarise_range,
 )
 
@@ -54,7 +55,6 @@ def keys_merge_kernel(
     """Merge ROWS slots of the partial summaries, and their entries of the mean key."""
     index = tl.program_id(1).to(tl.int64)
     slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, BE)
     b_peak, b_mass, b_sum = empty_partial(ROWS, BE)
     b_total = tl.zeros([ROWS], tl.float32)
     for split in range(splits):
@@ -64,10 +64,8 @@ def keys_merge_kernel(
         b_total += tl.load(p_total + part * BD + slots)
     b_centre = b_total / count_keys(p_held, index // SH, S, HAS_MASK)
     tl.store(p_centre + index * D + slots, b_centre, mask=slots < D)
-    tl.store(p_log_mass + index * D + slots, b_peak + tl.log(b_mass), mask=slots < D)
-    p_out = p_centroid + index * D * E + slots[:, None] * E + columns[None, :]
-    ok = (slots < D)[:, None] & (columns < E)[None, :]
-    tl.store(p_out, (b_sum / b_mass[:, None]).to(p_centroid.dtype.element_ty), mask=ok)
+    b_log_mass, b_c = b_peak + tl.log(b_mass), b_sum / b_mass[:, None]
+    store_summary(p_log_mass, p_centroid, index, slots, b_log_mass, b_c, D, E, BE)
 
 
 @triton.jit

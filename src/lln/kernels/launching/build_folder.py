@@ -34,11 +34,7 @@ def cache_folder() -> Path:
 
 
 def is_there(library: Callable[[], Path]) -> bool:
-    """Whether a library has been compiled; there is none where nothing can be looked for.
-
-    Args:
-        library: Says where it would be.
-    """
+    """Whether a library has been compiled; there is none where nothing can be looked for."""
     try:
         return library().exists()
     except (OSError, BackendUnavailableError):
@@ -64,14 +60,7 @@ def trusted(path: Path) -> Path:
 
 
 def put_in_place(target: Path, make: Callable[[Path], None]) -> Path:
-    """Make a library next to its place and move it there.
-
-    Args:
-        target: Its place.
-        make: Writes the library into the file that it gets.
-
-    Returns:
-        The target.
+    """Write a library into a file next to its place, move it there, and return the place.
 
     Raises:
         BackendUnavailableError: If nothing can be written there.

@@ -58,8 +58,7 @@ _refused: str | None = None
 def load(long_way: Callable[..., Any]) -> Any:
     """The module ``launcher.cpp``, ready for launches on a GPU; None where it is not to be used.
 
-    Args:
-        long_way: Takes over the backward passes that it cannot launch.
+    ``long_way`` takes over the backward passes that it cannot launch.
     """
     global _found
     if _found is None:
@@ -89,11 +88,7 @@ def why_not() -> str | None:
 
 
 def refuse(reason: str) -> None:
-    """Say once that launches stay with Python although the library is there.
-
-    Args:
-        reason: What it cannot launch.
-    """
+    """Say once what the library cannot launch, so that launches stay with Python."""
     global _refused
     if _refused is None:
         _refused = reason
@@ -172,16 +167,12 @@ def connect(
     long_way: Callable[..., Any],
     call_type: type = Call,
 ) -> None:
-    """Set up the module.
+    """Set up a module (`open_library`) for tensors on a kind of device.
 
-    Args:
-        module: See `open_library`.
-        device: The kind of device whose tensors it takes.
-        addresses: ``cuLaunchKernelEx``, the function that tells the current stream, and `_CONTEXT`;
-            0 for those of the context = there is none.
-        runtime: Has Triton's launch hooks, as ``triton.knobs.runtime``.
-        long_way: See `load`.
-        call_type: What calls are, whose fields it reads by their names.
+    The addresses are those of ``cuLaunchKernelEx``, of the function that tells the current stream,
+    and of `_CONTEXT`, where 0 = there is none. ``runtime`` has Triton's launch hooks, as
+    ``triton.knobs.runtime``; for the long way see `load`. Of calls it reads the fields by their
+    names.
     """
     watchers = (observers._observers, overrides, runtime)
     module.configure(device, addresses, *watchers, long_way, call_type)

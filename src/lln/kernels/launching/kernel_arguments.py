@@ -29,6 +29,13 @@ def flat_scale(scale: Tensor | None, samples: int, stand_in: Tensor) -> Tensor:
     return scale.expand(samples, -1, 1, 1).flatten().float().contiguous()
 
 
+def flat_beta(beta: Tensor | None, summaries: int, samples: int, stand_in: Tensor) -> Tensor:
+    """The same for the β of every summary: ``[B · summaries]``."""
+    if beta is not None and beta.shape[1] != summaries:
+        beta = beta.repeat_interleave(summaries // beta.shape[1], 1)
+    return flat_scale(beta, samples, stand_in)
+
+
 def mask_bytes(mask: Tensor | None, stand_in: Tensor) -> Tensor:
     """The mask as bytes; ``stand_in`` where there is none."""
     return stand_in if mask is None else mask.contiguous().view(torch.uint8)
@@ -53,9 +60,7 @@ def precision_of(query: Tensor, widest: int = 0) -> str:
 def tensor_or_number(side: float | Tensor, heads: int | None) -> tuple[Tensor | None, float]:
     """A 4-D tensor or None, and a number; the kernels use the number if the tensor is None.
 
-    Args:
-        side: α, β or mix.
-        heads: Repeat a single value for this many heads; None = do not repeat.
+    A tensor with one value is repeated for so many heads; None = it is not.
     """
     if not isinstance(side, Tensor):
         return None, float(side)

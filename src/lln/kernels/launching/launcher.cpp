@@ -477,7 +477,7 @@ Pointer make_node(Arguments&&... arguments) {
 
 using NodePointer = decltype(torch::autograd::Edge::function);
 
-// What a backward pass needs, as `lln.kernels.lln.run._AttendLLN` saves it: hooks see the same
+// What a backward pass needs, as `lln.kernels.lln.lln_ops.ORDINARY` keeps it: hooks see the same
 // tensors.
 struct AttendBackward : public Node {
   PlanPointer plan;

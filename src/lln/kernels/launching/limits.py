@@ -7,7 +7,9 @@ it. If sizes still do not fit, `lln.kernels.launching.recipes.follow` takes smal
 A *walk* is a causal kernel that goes over tiles in order; a *summary* is keys and values as D slots
 times E channels (`lln.eager.summary`).
 
-Dimension legend: see `lln.kernels.launching.triton_steps`.
+Dimension legend: see `lln.kernels.launching.triton_steps`. In all functions query is ``[…, D]``,
+``heads`` are those of all samples, ``mix_grad`` says whether the mix needs a gradient, ``extras``
+whether there is a key mask or a mix per channel.
 """
 
 from __future__ import annotations
@@ -183,11 +185,7 @@ def why_unavailable(query: Tensor) -> str | None:
 def blocks_fit(query: Tensor, block_size: int, is_causal: bool, extras: bool) -> bool:
     """Whether a kernel takes diagonal blocks of that size at all.
 
-    Args:
-        query: ``[…, D]``.
-        block_size: Tokens in a block.
-        is_causal: Whether the walk of causal LLN attention has to compute them.
-        extras: Whether there is a key mask or a mix per channel.
+    ``is_causal``: the walk of causal LLN attention has to compute them.
     """
     chip = chip_of(query.device)
     tokens = max(16, power_of_two(block_size))
@@ -201,12 +199,7 @@ def blocks_fit(query: Tensor, block_size: int, is_causal: bool, extras: bool) ->
 
 
 def blocks_span(query: Tensor, extras: bool) -> bool:
-    """Whether a kernel takes diagonal blocks of any size, tile by tile.
-
-    Args:
-        query: ``[…, D]``.
-        extras: Whether there is a key mask.
-    """
+    """Whether a kernel takes diagonal blocks of any size, tile by tile."""
     return query.dtype in (torch.bfloat16, torch.float16) and not extras
 
 
@@ -215,13 +208,7 @@ def blocks_join(
 ) -> bool:
     """Whether the kernels of LLN attention also compute the diagonal part.
 
-    Args:
-        query: ``[…, D]``.
-        heads: Number of heads of all samples.
-        block_size: Tokens in a block.
-        is_causal: Whether the call is causal.
-        mix_grad: Whether the mix needs a gradient, which needs both parts in one pass.
-        extras: Whether there is a key mask or a mix per channel.
+    A mix that needs a gradient needs both parts in one pass.
     """
     chip = chip_of(query.device)
     if chip is None or not blocks_fit(query, block_size, is_causal, extras):
@@ -267,12 +254,7 @@ def widest_value(
 ) -> int:
     """How many channels of the values one call takes; a power of two.
 
-    Args:
-        query: ``[…, D]``.
-        heads: Number of heads of all samples.
-        block_size: Tokens in a block of the diagonal part in the same kernels; 0 = none.
-        is_causal: Whether the call is causal.
-        mix_grad: Whether the mix needs a gradient.
+    ``block_size`` is that of a diagonal part in the same kernels; 0 = none.
     """
     chip = chip_of(query.device) or CHIPS[-1]
     is_float32 = query.dtype == torch.float32
@@ -298,14 +280,7 @@ def widest_block_value(query: Tensor, block_size: int) -> int:
 
 
 def why_no_keys(query: Tensor, value_width: int, block_size: int, group_size: int) -> str | None:
-    """Why the kernels do not take attention with exact keys; None if they do.
-
-    Args:
-        query: ``[…, D]``.
-        value_width: E.
-        block_size: Tokens in a block.
-        group_size: Queries that share their chosen keys.
-    """
+    """Why the kernels do not take attention with exact keys; None if they do."""
     chip = chip_of(query.device) or CHIPS[-1]
     widest = max(16, power_of_two(max(query.shape[-1], value_width)))
     block_bytes = max(block_size, 16) * widest * query.itemsize
@@ -324,12 +299,7 @@ def why_no_pages(
 ) -> str | None:
     """Why the kernels do not take attention to chosen pages; None if they do.
 
-    Args:
-        query: ``[…, D]``.
-        value_width: E.
-        page_size: Tokens of a page.
-        pages: Pages of a query.
-        members: Query heads per key head.
+    ``pages`` are those of a query, ``members`` the query heads per key head.
     """
     chip = chip_of(query.device) or CHIPS[-1]
     widest = max(16, power_of_two(max(query.shape[-1], value_width)))

@@ -69,14 +69,10 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
 def operator(
     name: str, inputs: str, launch: Callable[..., Any], fake: Callable[..., Any], results: int = 1
 ) -> Any:
-    """Register a function as the operator ``lln::name``.
+    """Register a function as the operator ``lln::name``, which returns so many tensors.
 
-    Args:
-        name: Its name.
-        inputs: Its arguments as a schema has them.
-        launch: Computes it.
-        fake: Makes results of the same shapes, types and strides, without values.
-        results: How many tensors it returns.
+    ``inputs`` are its arguments as a schema has them, ``launch`` computes it, and ``fake`` makes
+    results of the same shapes, types and strides, without values.
     """
     returned = "Tensor" if results == 1 else f"({_listed('Tensor', results)})"
     schema = f"({inputs}) -> {returned}"
@@ -95,16 +91,9 @@ def with_gradients(
 ) -> Any:
     """Register an operation as ``lln::name``, and its gradients as another operator.
 
-    The second takes the gradients of the outputs, all inputs, the results that were kept, and
-    whether each gradient on demand is wanted.
-
-    Args:
-        name: Its name.
-        inputs: Its arguments as a schema has them.
-        operation: What computes it.
-        fake: See `operator`.
-        results: How many tensors it returns.
-        backward_name: Name of the second; None = ``name_backward``.
+    The second, ``name_backward`` if it has no name of its own, takes the gradients of the outputs,
+    all inputs, the results that were kept, and whether each gradient on demand is wanted. For the
+    other arguments see `operator`.
     """
     _, _, compute, of, on_demand, outputs, kept, alike = operation
     count, tensors = inputs.count(",") + 1, operation.tensors
@@ -193,17 +182,21 @@ class _Launched(torch.autograd.Function):
         results = (found,) if isinstance(found, Tensor) else found
         ctx.save_for_backward(*tensors, *results[operation.kept])
         ctx.operation, ctx.numbers = operation, numbers
+        ctx.set_materialize_grads(operation.outputs > 1)
         return results[0] if operation.outputs == 1 else results[: operation.outputs]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
-        operation, saved, needs = ctx.operation, ctx.saved_tensors, ctx.needs_input_grad[2:]
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        operation, needs = ctx.operation, ctx.needs_input_grad[2:]
+        there: list[Any] = [None] * (operation.tensors + 2)
+        if grad_outputs[0] is None:
+            return tuple(there)
+        saved = ctx.saved_tensors
         given = (*saved[: operation.tensors], *ctx.numbers)
         asked = [needs[place] for place in operation.on_demand]
         kept = saved[operation.tensors :]
         found = operation.differentiate(grad_outputs, given, kept, asked)
-        there: list[Any] = [None] * (operation.tensors + 2)
         for place, side in zip(operation.of, found, strict=True):
             there[place + 2] = side
         return tuple(there)

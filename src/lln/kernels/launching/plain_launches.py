@@ -45,11 +45,8 @@ SizesOf = Callable[[int], "list[int] | None"]
 def describe(recipe: Recipe, names: Sequence[str], sizes_of: SizesOf) -> PlainLaunches | None:
     """The launches of a recipe that has run; None where one of them is not understood.
 
-    Args:
-        recipe: The launches.
-        names: What a call brings, in the launcher's order, by the names in the kernels; the
-            recipe's own memory stands behind it.
-        sizes_of: Asks the driver, as `ask_driver` does.
+    ``names`` are what a call brings, in the launcher's order, by the names in the kernels; the
+    recipe's own memory stands behind it.
     """
     # A later place wins: memory of the recipe stands before what the call brings.
     places = {name: place for place, name in enumerate((*names, *recipe.offsets))}

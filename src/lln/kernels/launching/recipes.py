@@ -19,9 +19,10 @@ from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 
 from lln.errors import BackendUnavailableError
+from lln.kernels.launching.kernel_arguments import precision_of, strides_of
 from lln.kernels.launching.limits import is_interpreted
 from lln.kernels.launching.shapes import layout_of
-from lln.kernels.launching.sizes import Sizes, overrides, smaller
+from lln.kernels.launching.sizes import Sizes, choose_sizes, overrides, smaller
 from lln.kernels.launching.stretches import Tile, cdiv
 from lln.kernels.launching.triton_order import HAS_FOLLOWERS
 
@@ -93,9 +94,7 @@ class Step:
     def repeat(self, runtime: dict[str, Any], stream: int | None) -> None:
         """Launch what was compiled.
 
-        Args:
-            runtime: Arguments by the names of the places.
-            stream: Where to launch; None = launch through Triton, which also calls launch hooks.
+        Without a stream through Triton, which also calls launch hooks.
         """
         if stream is None:
             self.runner(*self._filled(runtime))
@@ -126,11 +125,9 @@ class Recipe:
     """The launches of one kind of call, and the workspace (temporary memory) they need."""
 
     def __init__(self, steps: list[Step], workspace: Workspace) -> None:
-        """Lay out the workspace.
+        """Lay out the workspace of launches in order.
 
-        Args:
-            steps: The launches in order.
-            workspace: Temporary tensors; one with the name of a call's argument takes precedence.
+        It is temporary; a tensor with the name of a call's argument takes precedence.
         """
         self.steps, self.workspace = steps, workspace
         names = {name for step in steps for _, name in step.fills}
@@ -175,10 +172,7 @@ class Recipe:
     def repeat(self, addresses: dict[str, Any], device: torch.device, stream: int | None) -> None:
         """Launch once more what was compiled, on the current device.
 
-        Args:
-            addresses: Addresses and numbers by the names of the places; gets the workspace, too.
-            device: The current device.
-            stream: See `Step.repeat`.
+        Addresses and numbers are by the names of the places, and get the workspace, too.
         """
         space = torch.empty(self.bytes, dtype=torch.uint8, device=device) if self.bytes else None
         if space is not None:
@@ -213,13 +207,9 @@ def launch_cached(
 ) -> None:
     """Run a call's recipe; write it first if this kind of call is new.
 
-    Args:
-        kind: Everything that decides the launches.
-        family: What decides whether sizes fit the chip; kinds of one family shrink together.
-        runtime: Arguments by the names of the places.
-        device: Where the tensors are.
-        choose: Chooses the sizes.
-        write: Makes the recipe for them.
+    The kind is everything that decides the launches, the family what decides whether sizes fit the
+    chip: kinds of one family shrink together. ``choose`` chooses the sizes, ``write`` makes the
+    recipe for them; ``runtime`` has the arguments by the names of the places.
     """
 
     def run_first() -> Recipe:
@@ -244,16 +234,56 @@ def launch_cached(
     _run_recipe(kind, runtime, device, run_first)
 
 
+def launch_heads(
+    name: str,
+    sides: Mapping[str, Tensor],
+    runtime: Mapping[str, Any],
+    options: tuple[Hashable, ...],
+    family: tuple[Hashable, ...],
+    write: Callable[[Sizes, dict[str, Any]], Recipe],
+    block_size: int = 0,
+) -> None:
+    """The same for a pass over heads of queries, keys and values.
+
+    ``sides`` are ``[B, heads, tokens, channels]`` by their names in the kernels, among them
+    ``p_q``, ``p_k`` and ``p_v``. Options decide the launches besides how these lie in memory, the
+    family decides whether sizes fit besides types and widths. ``write`` makes the recipe for sizes,
+    from the arguments that calls of one kind share; the block size is that of `choose_sizes`.
+    """
+    query, key, value = (sides[side] for side in ("p_q", "p_k", "p_v"))
+    (batch, heads, tokens, width), key_heads = query.shape, key.shape[1]
+
+    def write_all(chosen: Sizes) -> Recipe:
+        values = {
+            "T": tokens,
+            "H": heads,
+            "HK": key_heads,
+            "R": heads // key_heads,
+            "D": width,
+            "E": value.shape[3],
+            "BD": chosen.width,
+            "BE": chosen.value_width,
+            "PRECISION": precision_of(query, chosen.width),
+            **strides_of(False, **sides),
+        }
+        return write(chosen, values)
+
+    launch_cached(
+        (name, query.device, tuple([layout_of(side) for side in sides.values()]), options),
+        (name, query.device, query.dtype, width, value.shape[3], family),
+        {**sides, **runtime},
+        query.device,
+        lambda: choose_sizes(query, key, value, batch, key_heads, block_size),
+        write_all,
+    )
+
+
 def launch_fixed(
     kind: Hashable, runtime: dict[str, Any], device: torch.device, write: Callable[[], Recipe]
 ) -> None:
     """The same where sizes are the same on every chip.
 
-    Args:
-        kind: What decides the launches, besides how the tensors lie in memory.
-        runtime: See `launch_cached`.
-        device: Where the tensors are.
-        write: Makes the recipe.
+    ``kind`` need not say how the tensors in ``runtime`` lie in memory.
     """
     layouts = [layout_of(side) for side in runtime.values() if isinstance(side, Tensor)]
 

@@ -82,10 +82,6 @@ WIDEST_TILES = {
     "slot_grad": Tile(32, 4, 4, 2, resident=2),
     "key_grad": Tile(64, 8, 1, 8, resident=1),
 }
-# Summaries of up to 128 channels by programs with two groups of slots. That takes MANY_HEADS per
-# multiprocessor: where sequences are split over programs, two groups leave too few of them.
-PAIR_TILE = Tile(64, 4, 3, 2, resident=2)
-MANY_HEADS = 4
 
 # Sliding windows and long blocks, by the padded width of the wider side: the fastest of a sweep
 # on an H200.
@@ -142,26 +138,17 @@ class Sizes:
         read: Queries against it.
         joint_read: The same with the diagonal part; its tile holds ``block_rows`` tokens.
         ahead_read: The same for `triton_forward.read_both_ahead`; None = not used.
-        query_grad: Backward over the queries.
-        slot_grad: Its second pass, where wide heads have one (`triton_wide_queries`).
-        key_grad: Backward over the keys.
-        joint_grad: Backward over both, with the diagonal part.
-        walk: Causal attention, tile by tile.
-        walk_query: Its backward, forward over the tiles.
-        walk_key: Its backward, backward over the tiles.
-        chunk_state: Its states before every chunk, where it goes by chunks.
-        chunk_gather: The gathered states behind every chunk.
-        chunk: The outputs of a chunk.
-        chunk_query: Its backward over the queries.
-        chunk_key: Its backward over the keys.
-        window_read: Sliding windows, and blocks tile by tile
-            (`lln.kernels.blocks.triton_window`).
-        window_query: Their gradients of the queries.
-        window_value: Those of the values, where wide heads have a pass for them.
-        window_key: Those of the keys, or of both.
+        query_grad: Backward over the queries; so is ``slot_grad``, the second pass of wide heads
+            (`triton_wide_queries`).
+        key_grad: Backward over the keys; ``joint_grad`` over both, with the diagonal part.
+        walk: Causal attention, tile by tile; ``walk_query`` and ``walk_key`` are its backward,
+            forward and backward over the tiles.
+        chunk_state: Its states before every chunk, where it goes by chunks; ``chunk_gather`` the
+            gathered ones behind it. The others are the outputs of a chunk and its backward.
+        window_read: Sliding windows, and blocks tile by tile; then gradients of the queries, of the
+            values, where wide heads have a pass for them, and of the keys, or of both.
         page_score: Rows of queries, and keys across, whose scores are computed at once.
-        page_read: Rows that read one page.
-        page_grad: The same with gradients.
+        page_read: Rows that read one page; ``page_grad`` with gradients.
         has_chunks: Whether causal attention goes by chunks where it can
             (`lln.kernels.causal.launch_chunks`).
         block_rows: Tokens per tile with the diagonal part: whole blocks.
@@ -171,7 +158,6 @@ class Sizes:
         is_slot_major: Whether the passes of wide heads have kernels of their own
             (`triton_wide_summary`, `triton_wide_queries` and `triton_slot_major_grads`).
         summary_slots: Slots that these kernels compute at once.
-        summary_groups: How many times as many slots a program of the summary has.
         is_joined: Whether the gradients of keys and values and those of the diagonal share a pass
             after the queries' (`triton_slot_major_joint`), if their kernels are turned.
         folds: Whether a pass over tokens first sums up the parts that the pass before it has
@@ -212,7 +198,6 @@ class Sizes:
     split_blocks: bool
     is_slot_major: bool
     summary_slots: int
-    summary_groups: int
     is_joined: bool
     folds: bool
     short: bool
@@ -235,15 +220,9 @@ def choose_sizes(
 ) -> Sizes:
     """Choose the sizes for a call.
 
-    Args:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        samples: B, or the number of packed sequences.
-        summary_heads: Summaries per sample.
-        block_size: Tokens in a block of the diagonal part; 0 = no diagonal part.
-        longest: Length of the longest packed sequence; 0 = not packed.
-        causal: Whether the call is causal.
+    Its tensors are ``[B, heads, tokens, channels]``; ``samples`` are B, or packed sequences, of
+    which the longest has ``longest`` tokens (0 = not packed), and each has so many summaries. The
+    block size is that of a diagonal part, 0 = none.
     """
     return _choose(
         query.shape[-1],
@@ -318,7 +297,6 @@ def _choose(
         "split_blocks": block_size > 0 and has_own_pass(widest, dtype, heads, mix_grad=False),
         "is_slot_major": is_wide and width == widest and not (short or causal),
         "summary_slots": 64,
-        "summary_groups": 1,
         # Wider heads and larger blocks leave no registers for both.
         "is_joined": widest <= 128 and block_tile <= 64,
         "folds": is_narrow and not causal,
@@ -340,8 +318,6 @@ def _choose(
         chosen["joint_grad"] = Tile(block_tile, block_warps, updating, 8)
         if chosen["is_slot_major"] and width == value_width == 256:
             chosen |= WIDEST_TILES
-        elif chosen["is_slot_major"] and summaries >= MANY_HEADS * cores:
-            chosen |= {"summary_groups": 2, "summarise": PAIR_TILE}
         if chosen["is_slot_major"] and chosen["is_joined"] and block_tile == 64:
             chosen["joint_read"] = Tile(block_tile, 4, reading, 8, resident=1)
             chosen["ahead_read"] = Tile(block_tile, 4, 2, 8, resident=2)

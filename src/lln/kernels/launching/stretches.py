@@ -43,15 +43,10 @@ class Tile(NamedTuple):
     ) -> int:
         """Tokens per program: whole tiles of ``rows`` tokens.
 
-        Args:
-            tokens: Tokens of a sequence.
-            rows: Tokens of a tile.
-            heads: Number of heads of all samples.
-            cores: Multiprocessors.
-            shares: Programs that share a stretch.
-            parts: Whether every stretch leaves a partial result, or begins by adding up those of
-                others. Of equally fast ways to split sequences, the one with the fewest stretches
-                is taken then, else the one with most.
+        ``heads`` are those of all samples, and ``shares`` programs share a stretch. With ``parts``
+        every stretch leaves a partial result, or begins by adding up those of others: of equally
+        fast ways to split sequences, the one with the fewest stretches is taken then, else the one
+        with most.
         """
         tiles = cdiv(tokens, rows)
         most = min(max(1, cdiv(self.programs * cores, max(heads, 1))), tiles)

@@ -84,29 +84,6 @@ def load_rows(
 
 
 @triton.jit
-def fetch_rows(rows, first, end, BT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Bring a tile of 16-bit rows into the chip's cache, up to row ``end − 1``; nothing waits.
-
-    For loops whose next tile has no room in shared memory.
-    """
-    if not INTERPRETED:
-        p_rows, _, stride_t, stride_d = rows
-        # A line of the cache holds 64 numbers.
-        LINES: tl.constexpr = BD // 64 if BD > 64 else 1
-        tokens = tl.minimum(first + tl.arange(0, BT), end - 1).to(tl.int64)
-        columns = tl.minimum(tl.arange(0, LINES) * 64, D - 1)
-        p_in = p_rows + tokens[:, None] * stride_t + columns[None, :] * stride_d
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [p_in.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def store_rows(
     rows, first, b_tile, row_ok,
     BT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr,

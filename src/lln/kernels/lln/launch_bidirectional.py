@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.kernels.blocks.gaps import starts_of
+from lln.kernels.blocks.launch_blocks import starts_of
 from lln.kernels.launching.recipes import Recipe, over_tiles
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.launching.sizes import Sizes
@@ -23,12 +23,7 @@ from lln.kernels.launching.stretches import cdiv
 from lln.kernels.lln.triton_slot_major_joint import joint_slot_major_kernel
 from lln.kernels.summaries import triton_backward as bwd
 from lln.kernels.summaries import triton_forward as fwd
-from lln.kernels.summaries.gradients import (
-    allocate_gradients,
-    beta_gradient,
-    finish_gradients,
-    mix_shape,
-)
+from lln.kernels.summaries.gradients import launch_gradients
 from lln.kernels.summaries.launch_passes import (
     WHOLE_GRADIENT,
     WHOLE_SUMMARY,
@@ -42,7 +37,6 @@ from lln.kernels.summaries.lln_call import (
     LLNCall,
     constant_args,
     launch_call,
-    mix_mode,
     runtime_args,
 )
 
@@ -116,29 +110,17 @@ def bidirectional_gradients(
     dv_out: Tensor | None = None,
 ) -> Gradients:
     """Gradients of query, key, value, and of alpha, beta and mix where wanted."""
-    alpha_grad, beta_grad, mix_grad = wanted
-    query, key, value = call.query, call.key, call.value
-    batch, heads, slots = call.samples, query.shape[1], call.summary_heads
-    if query.numel() == 0 or value.numel() == 0:
-        return call.no_gradients()
-    mode = mix_mode(call.mix, heads // slots) if mix_grad and call.mix is not None else 0
-    of_alpha = of_beta = of_mix = None
-    if alpha_grad or beta_grad or mode:
+    batch, heads, slots = call.samples, call.query.shape[1], call.summary_heads
+
+    def parts_of(mode: int) -> tuple[tuple[int, ...], ...]:
         cut = _cut(call, call.sizes(slots), mode)
-        of_alpha = (batch, heads, cut.query_programs) if alpha_grad else None
-        of_beta = (batch, slots, cut.key_programs, 3) if beta_grad else None
-        of_mix = mix_shape(mode, query, value.shape[3], (batch, heads, cut.key_programs))
-    runtime = runtime_args(call, gradient, slots)
-    runtime["p_log_mass"], runtime["p_centroid"] = log_mass, centroid
-    made = allocate_gradients(call, gradient, runtime, slots, of_alpha, of_beta, of_mix, dv_out)
-    asked = (alpha_grad, beta_grad, mode)
-    launch_call(
-        "backward", call, runtime, slots, _write_backward, *asked, others=(gradient, dv_out)
-    )
-    dq, dk, dv, dalpha, dbeta, dmix = made
-    if dbeta is not None:
-        dbeta = beta_gradient(dbeta, query.shape[3])
-    return finish_gradients(call, (dq, dk, dv, dalpha, dbeta, dmix), slots // key.shape[1])
+        of_beta = (batch, slots, cut.key_programs, 3)
+        return (batch, heads, cut.query_programs), of_beta, (batch, heads, cut.key_programs)
+
+    return launch_gradients(
+        "backward", call, gradient, slots, wanted, dv_out, parts_of, _write_backward,
+        p_log_mass=log_mass, p_centroid=centroid,
+    )  # fmt: skip
 
 
 class _Cut(NamedTuple):

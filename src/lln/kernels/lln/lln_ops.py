@@ -1,8 +1,6 @@
 """The fused kernels as PyTorch operators: schemas, fakes and gradients.
 
-Registered through ``torch.library``, so that ``torch.compile``, CUDA graphs, activation
-checkpointing and ``opcheck`` know them. `run` decides whether a call needs them. Triton
-is imported when a kernel first runs, never here.
+`run` decides whether a call needs them. Triton is imported when a kernel first runs, never here.
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width, SH summary heads (H if β differs within a group of query heads, else Hk), n packed
@@ -51,10 +49,7 @@ def forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output, and with ``save`` the summary, for the arguments of `attend_lln`.
 
-    Args:
-        arguments: Those of a call.
-        save: Whether a backward pass follows.
-        out: Where to write the output; None = a new tensor.
+    It is written to ``out``; None = a new tensor.
     """
     causal, other, kind = _launches()
     call = kind(*arguments)
@@ -79,12 +74,6 @@ def gradients(
     call = kind(*arguments)
     launch = causal.causal_gradients if call.causal else other.bidirectional_gradients
     return launch(call, within_reach(gradient), log_mass, centroid, asked, dv)
-
-
-def asked_gradients(ctx: Any) -> tuple[bool, bool, bool]:
-    """Whether the backward pass needs the gradients of alpha, beta and mix."""
-    needs = ctx.needs_input_grad
-    return needs[3], needs[4], needs[6]
 
 
 def _attend(*inputs: Any) -> Tensor:
@@ -151,3 +140,5 @@ attend_saving = with_gradients(
     "attend_saving", f"{_CALL_TENSORS}, {_CALL_NUMBERS}", _SAVING, _fake_saving, results=3,
     backward_name="attend_backward",
 )  # fmt: skip
+# Ordinary calls need no tensor in place of a summary that there is not.
+ORDINARY = _SAVING._replace(launch=lambda *inputs: forward(inputs, save=True))

@@ -25,15 +25,16 @@ from torch import Tensor
 
 from lln.checks.call import Call
 from lln.kernels.launching import compiled_launcher, plain_launches
+from lln.kernels.launching.operators import launched
 from lln.kernels.launching.shapes import layout_of, output_like, summary_heads, within_reach
 from lln.kernels.launching.sizes import overrides
-from lln.kernels.lln import lln_ops, run
+from lln.kernels.lln import lln_ops
 from lln.kernels.moments import moment_ops
 from lln.tracing import is_watched
 
 if TYPE_CHECKING:
     from lln.kernels.launching.recipes import Recipe
-    from lln.kernels.summaries.lln_call import LLNCall
+    from lln.kernels.summaries.lln_call import Gradients, LLNCall
 
 # The compiled launcher's ``attend`` once it is loaded. It takes a call, whether groups of query
 # heads are allowed, and how to run it.
@@ -58,25 +59,15 @@ def differentiate_by_the_long_way(
 ) -> tuple[Tensor, Tensor, Tensor, Any]:
     """A backward pass that the compiled launcher leaves to Python.
 
-    Args:
-        repeat: What is known of the call.
-        gradient: Of the output.
-        tensors: Query, key, value, α, β and the mask.
-        numbers: α, β and mix.
-        kept: Log-mass and centroid, or None twice.
+    It gets query, key, value, α, β and the mask, α, β and mix as numbers, and log-mass and
+    centroid, or None twice.
 
     Returns:
         Gradients of query, key and value, and the launches of later passes like this one in the
         compiled launcher's form; None where there are none.
     """
-    tensors, numbers = (*tensors, None, None), repeat.numbers(*numbers)
-    made = repeat.differentiate(gradient, tensors, numbers, kept)
-    if made is None:
-        log_mass, centroid = kept
-        asked = (False, False, False)
-        found = lln_ops.gradients(gradient, (*tensors, *numbers), log_mass, centroid, asked)
-        made = found[0], found[1], found[2]
-        repeat.learn(gradient, tensors, numbers)
+    inputs = (*tensors, None, None, *repeat.numbers(*numbers))
+    made = repeat.gradients([gradient], inputs, kept, (False, False, False))
     launches = repeat.backwards.get(_layouts(gradient, tensors))
     launcher = compiled_launcher.loaded()
     compiled = _native(launches, launcher) if launches and launcher is not None else None
@@ -91,11 +82,8 @@ class Repeat:
     ) -> None:
         """Take over what the calls share.
 
-        Args:
-            call: One of the calls; none of its tensors are kept.
-            matching: The launches that find α and β; None where they are given.
-            forward: The launches of the forward pass.
-            tracked: Whether a backward pass follows.
+        ``call`` is one of them, of whose tensors none is kept; then the launches that find α and β
+        (None where they are given), those of the forward pass, and whether a backward pass follows.
         """
         query, value = call.query, call.value
         self.device, self.index = query.device, query.device.index
@@ -108,6 +96,12 @@ class Repeat:
         self.kept = (slots, (*slots, self.width), value.dtype) if keeps else None
         # By how the gradient of the output and the saved tensors lie in memory.
         self.backwards: dict[Hashable, Any] = {}
+        # Either way saves the same tensors: when checkpointing repeats a forward, it may be the
+        # other one.
+        self.operation = lln_ops.ORDINARY._replace(
+            launch=lambda *inputs: self.launch_forward(*_parted(inputs)),
+            differentiate=self.gradients,
+        )
 
     def compiled(self, launcher: Any) -> tuple[Any, ...] | None:
         """What the calls share, in the compiled launcher's form; None where it cannot launch."""
@@ -143,7 +137,7 @@ class Repeat:
         numbers = self.numbers(alpha_number, beta_number, float(call.mix))
         tensors = (query, key, value, alpha, beta, mask, None, None)
         if self.tracked:
-            return run.attend_by_repeat(tensors, numbers, self)
+            return launched(self.operation, *tensors, *numbers)
         return self.launch_forward(tensors, numbers)[0]
 
     def launch_forward(
@@ -161,6 +155,19 @@ class Repeat:
         addresses["p_m"] = addresses["p_o"] = out.data_ptr()
         _launch(self.forward, addresses, self.device)
         return out, log_mass, centroid
+
+    def gradients(
+        self, found: Sequence[Tensor], inputs: Sequence[Any], kept: Sequence[Any], asked: Any
+    ) -> Gradients:
+        """As those of `lln.kernels.lln.lln_ops.ORDINARY`."""
+        (gradient,), (tensors, numbers) = found, _parted(inputs)
+        made = self.differentiate(gradient, tensors, numbers, kept)
+        if made is not None:
+            return *made, None, None, None
+        log_mass, centroid = kept
+        wanted = lln_ops.gradients(gradient, tuple(inputs), log_mass, centroid, tuple(asked))
+        self.learn(gradient, tensors, numbers)
+        return wanted
 
     def differentiate(
         self, gradient: Tensor, tensors: Sequence[Any], numbers: Sequence[Any], kept: Sequence[Any]
@@ -188,6 +195,11 @@ class Repeat:
         kind = backward_kind(LLNCall(*tensors, *numbers), gradient)
         within = within_reach(gradient) is gradient
         self.backwards[layouts] = (_recipe_of(kind) if within else None) or False
+
+
+def _parted(inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The tensors of a call, and its numbers."""
+    return inputs[: lln_ops.TENSORS], inputs[lln_ops.TENSORS :]
 
 
 def _native(recipe: Recipe, launcher: Any) -> Any:

@@ -1,8 +1,6 @@
 """Calls of the kernels: seeds, slices of wide values, and autograd.
 
-Ordinary calls use an ``autograd.Function``: an operator with a Python gradient costs 0.2 ms before
-it starts, more than the kernels take. Under a compiler, a transform or a dispatch mode, calls go
-through the operators of `lln.kernels.lln.lln_ops`.
+Through the operators of `lln.kernels.lln.lln_ops` or without (`lln.kernels.launching.operators`).
 
 Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
 E value width, n packed sequences.
@@ -10,7 +8,6 @@ E value width, n packed sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +15,7 @@ from torch import Tensor
 
 from lln.eager.dropout import drop_keys
 from lln.kernels.launching.kernel_arguments import tensor_or_number
-from lln.kernels.launching.operators import once_differentiable
+from lln.kernels.launching.operators import launched
 from lln.kernels.launching.shapes import within_reach
 from lln.kernels.lln import lln_ops, slices
 from lln.tracing import is_capturing, is_watched
@@ -44,22 +41,10 @@ def fused_attention(
 ) -> Tensor:
     """LLN attention by the kernels: ``[B, H, T, E]`` in the dtype of query.
 
-    Args:
-        query: ``[B, H, T, D]``; packed sequences come as one sample.
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        alpha: A number or a tensor that broadcasts to ``[B, H, 1, 1]`` (packed: ``[n, H, 1, 1]``).
-        beta: Likewise, or to ``[B, Hk, 1, 1]``.
-        value_width: Channels of the values per launch; wider ones are read in slices.
-        key_mask: bool ``[B, S]``.
-        mix: A number or a tensor that broadcasts to ``[B, H, T, E]``.
-        block_size: Tokens in a block of the diagonal part; 0 = no diagonal part.
-        scale: Factor of the diagonal part's scores.
-        dropout_p: Probability to drop a key.
-        is_causal: Whether row i sees keys 0 … i only.
-        bounds: Integers ``[n + 1]``, the bounds of packed sequences.
-        longest: Length of the longest packed sequence, or more; 0 = not packed.
-        added: A diagonal part to add in place, in ordinary calls.
+    The arguments are those of a `lln.kernels.summaries.lln_call.LLNCall`, where α, β and mix are
+    numbers or tensors that broadcast to ``[B, H, 1, 1]`` (packed: ``[n, H, 1, 1]``), β also to
+    ``[B, Hk, 1, 1]``, and mix to ``[B, H, T, E]``. Values of more than ``value_width`` channels are
+    read in slices; ``added`` is a diagonal part to add in place, in ordinary calls.
     """
     query, key, value = within_reach(query), within_reach(key), within_reach(value)
     if dropout_p > 0 and is_capturing():
@@ -81,56 +66,11 @@ def fused_attention(
     return slices.attend_in_slices(tensors, numbers, value_width, added)
 
 
-class _AttendLLN(torch.autograd.Function):
-    """`lln.kernels.lln.lln_ops.attend_saving` with less overhead.
-
-    The numbers come as one argument, then a `repeats.Repeat` or None. Both ways save
-    the same tensors: when checkpointing repeats a forward, it may be the other one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *tensors, numbers, repeat = inputs
-        if repeat is None:
-            out, log_mass, centroid = lln_ops.forward((*tensors, *numbers), save=True)
-        else:
-            out, log_mass, centroid = repeat.launch_forward(tensors, numbers)
-        ctx.save_for_backward(*tensors, log_mass, centroid)
-        ctx.numbers, ctx.repeat = numbers, repeat
-        ctx.set_materialize_grads(False)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
-        (gradient,) = grad_outputs
-        if gradient is None:
-            return (None,) * (lln_ops.TENSORS + 2)
-        *tensors, log_mass, centroid = ctx.saved_tensors
-        numbers, repeat = ctx.numbers, ctx.repeat
-        if repeat is not None:
-            made = repeat.differentiate(gradient, tensors, numbers, (log_mass, centroid))
-            if made is not None:
-                return *made, *(None,) * (lln_ops.TENSORS - 1)
-        asked = lln_ops.asked_gradients(ctx)
-        found = lln_ops.gradients(gradient, (*tensors, *numbers), log_mass, centroid, asked)
-        if repeat is not None:
-            repeat.learn(gradient, tensors, numbers)
-        dq, dk, dv, dalpha, dbeta, dmix = found
-        return dq, dk, dv, dalpha, dbeta, None, dmix, None, None, None
-
-
 def _attend_lln(*arguments: Any) -> Tensor:
     """One call with or without gradient, through the operator where the call is traced."""
-    tensors = arguments[: lln_ops.TENSORS]
-    tracked = slices.is_tracked(tensors)
+    tracked = slices.is_tracked(arguments[: lln_ops.TENSORS])
     if is_watched(arguments[0]):
         return lln_ops.attend_saving(*arguments)[0] if tracked else lln_ops.attend_lln(*arguments)
     if not tracked:
         return lln_ops.forward(arguments, save=False)[0]
-    return _AttendLLN.apply(*tensors, arguments[lln_ops.TENSORS :], None)
-
-
-def attend_by_repeat(tensors: Sequence[Any], numbers: tuple[Any, ...], repeat: Any) -> Tensor:
-    """A call with gradient by the launches of an earlier one (`lln.kernels.lln.repeats`)."""
-    return _AttendLLN.apply(*tensors, numbers, repeat)
+    return launched(lln_ops.ORDINARY, *arguments)

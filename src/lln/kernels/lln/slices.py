@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lln.kernels.blocks import window_ops
-from lln.kernels.launching.operators import once_differentiable
+from lln.kernels.blocks import block_ops
+from lln.kernels.launching.operators import launched
 from lln.kernels.launching.shapes import output_like
 from lln.kernels.lln import lln_ops
 
@@ -52,8 +52,8 @@ def attend_in_slices(
 ) -> Tensor:
     """A call in slices, with or without gradient."""
     if is_tracked(tensors):
-        return _AttendSlices.apply(*tensors, numbers, width, blocks)
-    return _forward(tensors, numbers, width, blocks, save=False)[0]
+        return launched(_OPERATION, *tensors, *numbers, width, blocks)
+    return _forward(*tensors, *numbers, width, blocks, save=False)[0]
 
 
 def is_tracked(tensors: Sequence[Tensor | None]) -> bool:
@@ -67,76 +67,51 @@ def _has_channels(mix: Tensor | None) -> bool:
     return mix is not None and mix.shape[-1] > 1
 
 
-def _forward(
-    tensors: Sequence[Any],
-    numbers: tuple[Any, ...],
-    width: int,
-    blocks: AddedBlocks | None,
-    save: bool,
-) -> tuple[Tensor, list[Tensor | None]]:
+def _forward(*inputs: Any, save: bool = True) -> tuple[Any, ...]:
     """Output, and the summaries of all slices one after another."""
+    tensors, (*numbers, width, blocks) = inputs[: lln_ops.TENSORS], inputs[lln_ops.TENSORS :]
     out = output_like(tensors[0], tensors[VALUE].shape[-1])
     summaries: list[Tensor | None] = []
     for part, own in cut(tensors, width):
         summaries += lln_ops.forward((*own, *numbers), save, out[..., part])[1:]
     if blocks is not None:
-        window_ops.add_blocks(tensors[:3], blocks.numbers, out, blocks.mix)
-    return out, summaries
+        block_ops.add_blocks(tensors[:3], blocks.numbers, out, blocks.mix)
+    return out, *summaries
 
 
-class _AttendSlices(torch.autograd.Function):
-    """All slices with one node of autograd, so that no slice is copied or padded with zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *tensors, numbers, width, blocks = inputs
-        out, summaries = _forward(tensors, numbers, width, blocks, save=True)
-        ctx.save_for_backward(*tensors, *summaries)
-        ctx.numbers, ctx.width, ctx.blocks = numbers, width, blocks
-        ctx.set_materialize_grads(False)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
-        (gradient,) = grad_outputs
-        if gradient is None:
-            return (None,) * (lln_ops.TENSORS + 3)
-        tensors, summaries = (
-            ctx.saved_tensors[: lln_ops.TENSORS],
-            ctx.saved_tensors[lln_ops.TENSORS :],
+def _gradients(
+    found: Sequence[Tensor], inputs: Sequence[Any], summaries: Sequence[Any], asked: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of all slices at once, so that no slice is copied or padded with zeros."""
+    gradient, tensors = found[0], inputs[: lln_ops.TENSORS]
+    *numbers, width, blocks = inputs[lln_ops.TENSORS :]
+    dv = torch.empty_like(tensors[VALUE])
+    total, of_mix = None, []
+    for index, (part, own) in enumerate(cut(tensors, width)):
+        log_mass, centroid = summaries[2 * index : 2 * index + 2]
+        given, wanted = (*own, *numbers), (asked[0], asked[1], asked[2])
+        dq, dk, made, dalpha, dbeta, dmix = lln_ops.gradients(
+            gradient[..., part], given, log_mass, centroid, wanted, dv[..., part]
         )
-        dv = torch.empty_like(tensors[VALUE])
-        asked, total, of_mix = lln_ops.asked_gradients(ctx), None, []
-        for index, (part, own) in enumerate(cut(tensors, ctx.width)):
-            log_mass, centroid = summaries[2 * index : 2 * index + 2]
-            dq, dk, made, dalpha, dbeta, dmix = lln_ops.gradients(
-                gradient[..., part],
-                (*own, *ctx.numbers),
-                log_mass,
-                centroid,
-                asked,
-                dv[..., part],
-            )
-            if made.data_ptr() != dv[..., part].data_ptr():
-                dv[..., part] = made
-            sums = [dq, dk, dalpha, dbeta]
-            if _has_channels(tensors[MIX]):
-                of_mix.append(dmix)
-            else:
-                sums.append(dmix)
-            total = sums if total is None else _add(total, sums)
-        assert total is not None
-        dq, dk, dalpha, dbeta, *dmix = total
-        assert dq is not None
-        assert dk is not None
-        if ctx.blocks is not None:
-            mix, own = ctx.blocks
-            window_ops.add_block_gradients(gradient, tensors[:3], own, (dq, dk, dv), mix)
-            # The others are of the LLN part alone.
-            dalpha, dbeta = (None if side is None else side * mix for side in (dalpha, dbeta))
-        dmix = torch.cat(of_mix, -1) if asked[2] and of_mix else dmix[0] if dmix else None
-        return dq, dk, dv, dalpha, dbeta, None, dmix, None, None, None, None
+        if made.data_ptr() != dv[..., part].data_ptr():
+            dv[..., part] = made
+        sums = [dq, dk, dalpha, dbeta]
+        if _has_channels(tensors[MIX]):
+            of_mix.append(dmix)
+        else:
+            sums.append(dmix)
+        total = sums if total is None else _add(total, sums)
+    assert total is not None
+    dq, dk, dalpha, dbeta, *dmix = total
+    assert dq is not None
+    assert dk is not None
+    if blocks is not None:
+        mix, own = blocks
+        block_ops.add_block_gradients(gradient, tensors[:3], own, (dq, dk, dv), mix)
+        # The others are of the LLN part alone.
+        dalpha, dbeta = (None if side is None else side * mix for side in (dalpha, dbeta))
+    dmix = torch.cat(of_mix, -1) if asked[2] and of_mix else dmix[0] if dmix else None
+    return dq, dk, dv, dalpha, dbeta, dmix
 
 
 def _add(total: list[Tensor | None], more: list[Tensor | None]) -> list[Tensor | None]:
@@ -145,3 +120,8 @@ def _add(total: list[Tensor | None], more: list[Tensor | None]) -> list[Tensor |
         None if side is None or other is None else side.add_(other)
         for side, other in zip(total, more, strict=True)
     ]
+
+
+_OPERATION = lln_ops.ORDINARY._replace(
+    launch=_forward, differentiate=_gradients, kept=slice(1, None)
+)

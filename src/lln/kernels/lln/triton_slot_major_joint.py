@@ -33,16 +33,40 @@ from lln.kernels.summaries.triton_mixing import load_gradient
 from lln.kernels.summaries.triton_slot_major_grads import load_key_side, weights_turned
 
 
-@triton.jit
-def joint_grad_turned(
-    q, k, v, gradients, dq, dk, dv, mixes, p_mask, start, end, beta, b_log_mass, b_dc, b_shift,
-    mix, scale, block_size, seed, drop_first, dropout_p, tile_tokens,
-    R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BT: tl.constexpr, EVEN: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    MIX: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    BETA_GRAD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+@triton.jit(do_not_specialize=["seed"])
+def joint_slot_major_kernel(
+    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_m, p_mask, p_beta, p_dbeta,
+    p_log_mass, p_shift, p_dc, p_starts,
+    beta, mix, scale, block_size, seed, dropout_p, tile_tokens, program_tokens, S, SH,
+    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
+    stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
+    stride_dqb, stride_dqh, stride_dqt, stride_dqd, stride_dkb, stride_dkh, stride_dkt, stride_dkd,
+    stride_dvb, stride_dvh, stride_dvt, stride_dvd, stride_mb, stride_mh, stride_mt, stride_md,
+    R: tl.constexpr, KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, BT: tl.constexpr, HAS_BETA: tl.constexpr, BETA_GRAD: tl.constexpr,
+    EVEN: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr, MIX: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
+    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
-    """Complete dq, write dk and dv of the tokens ``start … end − 1``; returns their part of dβ."""
+    """One stretch of tokens of one (sample, summary head): dk, dv, and the blocks' part of dq."""
+    wait_for_launch(FOLLOWS)
+    split, index, part = find_program()
+    batch, head, begin, start, end = find_stretch(
+        p_starts, split, index, program_tokens, S, SH, PACKED, SHIFTED
+    )
+    key_head, first_query = head // KG, head * R
+    b_log_mass, b_shift, b_dc = load_key_side(p_log_mass, p_shift, p_dc, index, D, E, BD, BE)
+    q = rows_of(p_q, batch, first_query, begin, stride_qb, stride_qh, stride_qt, stride_qd)
+    k = rows_of(p_k, batch, key_head, begin, stride_kb, stride_kh, stride_kt, stride_kd)
+    v = rows_of(p_v, batch, key_head, begin, stride_vb, stride_vh, stride_vt, stride_vd)
+    gradients = rows_of(p_g, batch, first_query, begin, stride_gb, stride_gh, stride_gt, stride_gd)
+    dq = rows_of(p_dq, batch, first_query, begin, stride_dqb, stride_dqh, stride_dqt, stride_dqd)
+    dk = rows_of(p_dk, batch, head, begin, stride_dkb, stride_dkh, stride_dkt, stride_dkd)
+    dv = rows_of(p_dv, batch, head, begin, stride_dvb, stride_dvh, stride_dvt, stride_dvd)
+    mixes = rows_of(p_m, batch, first_query, begin, stride_mb, stride_mh, stride_mt, stride_md)
+    p_mask += batch * S
+    beta_here = load_scale(p_beta, beta, index, HAS_BETA)
+    drop_first = (batch * (SH // KG) + key_head) * S
     b_dbeta, b_residue, b_centre = 0.0, 0.0, 0.0
     for first in tl.range(start, end, tile_tokens, num_stages=STAGES):
         last = tl.minimum(first + tile_tokens, end)
@@ -76,7 +100,7 @@ def joint_grad_turned(
             store_rows(dq_own, first, b_dq, inside, BT, D, BD, EVEN)
         # Without a product: the identity would take the room of a second stage.
         b_wide = tl.trans(b_k).to(tl.float32)
-        b_b = weights_turned(b_wide, beta, b_log_mass, ok, EVEN)
+        b_b = weights_turned(b_wide, beta_here, b_log_mass, ok, EVEN)
         b_dv = tl.dot(b_dc, b_b.to(b_v.dtype), b_dv, input_precision=PRECISION)
         if HAS_MASK:
             b_dv = tl.where(ok[None, :], b_dv, 0.0)
@@ -89,50 +113,9 @@ def joint_grad_turned(
             b_dbeta += tl.sum(b_g * b_wide)
             b_residue += tl.sum(b_g)
             b_centre += tl.sum(b_b * b_wide)
-        b_dk += b_g * beta
+        b_dk += b_g * beta_here
         if HAS_MASK:
             b_dk = tl.where(ok[None, :], b_dk, 0.0)
         store_rows(dk, first, tl.trans(b_dk), inside, BT, D, BD, EVEN)
-    return b_dbeta, b_residue, b_centre
-
-
-@triton.jit(do_not_specialize=["seed"])
-def joint_slot_major_kernel(
-    p_q, p_k, p_v, p_g, p_dq, p_dk, p_dv, p_m, p_mask, p_beta, p_dbeta,
-    p_log_mass, p_shift, p_dc, p_starts,
-    beta, mix, scale, block_size, seed, dropout_p, tile_tokens, program_tokens, S, SH,
-    stride_qb, stride_qh, stride_qt, stride_qd, stride_kb, stride_kh, stride_kt, stride_kd,
-    stride_vb, stride_vh, stride_vt, stride_vd, stride_gb, stride_gh, stride_gt, stride_gd,
-    stride_dqb, stride_dqh, stride_dqt, stride_dqd, stride_dkb, stride_dkh, stride_dkt, stride_dkd,
-    stride_dvb, stride_dvh, stride_dvt, stride_dvd, stride_mb, stride_mh, stride_mt, stride_md,
-    R: tl.constexpr, KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, BT: tl.constexpr, HAS_BETA: tl.constexpr, BETA_GRAD: tl.constexpr,
-    EVEN: tl.constexpr, QUIET: tl.constexpr, ONE_BLOCK: tl.constexpr, MIX: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
-    SHIFTED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
-):  # fmt: skip
-    """One stretch of tokens of one (sample, summary head): dk, dv, and the blocks' part of dq."""
-    wait_for_launch(FOLLOWS)
-    split, index, part = find_program()
-    batch, head, begin, start, end = find_stretch(
-        p_starts, split, index, program_tokens, S, SH, PACKED, SHIFTED
-    )
-    key_head, first_query = head // KG, head * R
-    b_log_mass, b_shift, b_dc = load_key_side(p_log_mass, p_shift, p_dc, index, D, E, BD, BE)
-    b_dbeta, b_residue, b_centre = joint_grad_turned(
-        rows_of(p_q, batch, first_query, begin, stride_qb, stride_qh, stride_qt, stride_qd),
-        rows_of(p_k, batch, key_head, begin, stride_kb, stride_kh, stride_kt, stride_kd),
-        rows_of(p_v, batch, key_head, begin, stride_vb, stride_vh, stride_vt, stride_vd),
-        rows_of(p_g, batch, first_query, begin, stride_gb, stride_gh, stride_gt, stride_gd),
-        rows_of(p_dq, batch, first_query, begin, stride_dqb, stride_dqh, stride_dqt, stride_dqd),
-        rows_of(p_dk, batch, head, begin, stride_dkb, stride_dkh, stride_dkt, stride_dkd),
-        rows_of(p_dv, batch, head, begin, stride_dvb, stride_dvh, stride_dvt, stride_dvd),
-        rows_of(p_m, batch, first_query, begin, stride_mb, stride_mh, stride_mt, stride_md),
-        p_mask + batch * S, start, end, load_scale(p_beta, beta, index, HAS_BETA),
-        b_log_mass, b_dc, b_shift, mix, scale, block_size,
-        seed, (batch * (SH // KG) + key_head) * S, dropout_p, tile_tokens,
-        R, D, E, BD, BE, BT, EVEN, QUIET, ONE_BLOCK, MIX, HAS_MASK, HAS_DROPOUT, BETA_GRAD,
-        PRECISION, STAGES,
-    )  # fmt: skip
     if BETA_GRAD:
         store_beta_grad(p_dbeta, part, b_dbeta, b_residue, b_centre)

@@ -37,13 +37,9 @@ def match(
 ) -> Tensor:
     """α, β, σq², σk² and whether the head is degenerate: ``[5, B, H, 1, 1]`` in float32.
 
-    Args:
-        query: ``[B, H, T, D]``; packed sequences come as one sample.
-        key: ``[B, Hk, S, D]``.
-        mask: bool ``[B, S]`` or None.
-        bounds: Integers ``[n + 1]`` of packed sequences or None.
-        curve: The fitted curve at this head width.
-        longest: Length of the longest packed sequence; 0 = not packed.
+    Query is ``[B, H, T, D]``, key ``[B, Hk, S, D]`` with its mask bool ``[B, S]``; packed sequences
+    come as one sample with bounds ``[n + 1]``, and the longest of them has ``longest`` tokens (0 =
+    not packed). The curve is the fitted one at this head width.
     """
     samples = query.shape[0] if bounds is None else bounds.shape[0] - 1
     heads = query.shape[1]

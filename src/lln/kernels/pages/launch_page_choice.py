@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from lln.eager.diagonal import first_tokens
-from lln.kernels.launching.kernel_arguments import mask_bytes, precision_of, strides_of
+from lln.kernels.launching.kernel_arguments import mask_bytes
 from lln.kernels.launching.limits import power_of_two
 from lln.kernels.launching.recipes import (
     Place,
     Recipe,
     Step,
     Workspace,
-    launch_cached,
+    launch_heads,
     over_tiles,
 )
 from lln.kernels.launching.shapes import layout_of
-from lln.kernels.launching.sizes import Sizes, choose_sizes
+from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import Tile, cdiv
 from lln.kernels.pages import triton_page_choice as kernels
 
@@ -61,7 +61,6 @@ class Near(NamedTuple):
 
     def numbers(self, query: Tensor, key: Tensor) -> dict[str, Any]:
         """What most kernels are told: these numbers, and those of heads and tokens."""
-        heads, key_heads = query.shape[1], key.shape[1]
         return {
             "window": self.window,
             "sinks": self.sinks,
@@ -71,43 +70,37 @@ class Near(NamedTuple):
             "T": query.shape[2],
             "S": key.shape[2],
             "ahead": key.shape[2] - query.shape[2],
-            "HK": key_heads,
-            "R": heads // key_heads,
         }
 
 
 def choose_pages(query: Tensor, key: Tensor, near: Near, pages: int) -> Tensor:
     """The best pages of every query: int32 ``[B, HK, T, P]``, ascending; -1 where there are fewer.
 
-    Args:
-        query: ``[B, H, T, r]``.
-        key: ``[B, HK, S, r]``.
-        near: What is no page.
-        pages: P.
+    Of query ``[B, H, T, r]`` and key ``[B, HK, S, r]``; ``near`` says what is no page.
     """
     shape = (query.shape[0], key.shape[1], query.shape[2], pages)
     picked = torch.empty(shape, dtype=torch.int32, device=query.device)
     if picked.numel() == 0 or key.shape[2] == 0:
         return picked.fill_(-1)
-    family = ("choose pages", query.device, query.dtype, query.shape[3], shape[1])
-    layouts = tuple([layout_of(side) for side in (query, key, near.mask)])
-    kind = (*family, layouts, near[1:], pages)
-    runtime = {"p_q": query, "p_k": key, "p_picked": picked, **near.tensors(query)}
-    launch_cached(
-        kind, family, runtime, query.device,
-        lambda: choose_sizes(query, key, key, query.shape[0], key.shape[1], 0),
-        lambda chosen: _write(query, key, near, pages, chosen),
-    )  # fmt: skip
+    launch_heads(
+        "choose pages",
+        {"p_q": query, "p_k": key, "p_v": key},
+        {"p_picked": picked, **near.tensors(query)},
+        (layout_of(near.mask), near[1:], pages),
+        (key.shape[1],),
+        lambda chosen, values: _write(query, key, near, pages, values, chosen),
+    )
     return picked
 
 
-def _write(query: Tensor, key: Tensor, near: Near, wanted: int, chosen: Sizes) -> Recipe:
-    (batch, _, tokens, width), key_heads = query.shape, key.shape[1]
+def _write(
+    query: Tensor, key: Tensor, near: Near, wanted: int, values: dict[str, Any], chosen: Sizes
+) -> Recipe:
+    (batch, _, tokens, _), key_heads = query.shape, key.shape[1]
     lines, pages = batch * key_heads, cdiv(key.shape[2], near.page)
     members = power_of_two(query.shape[1] // key_heads)
-    values = {**near.numbers(query, key), "pages": pages, "P": wanted, "BR": members}
-    values |= {"D": width, "BD": max(16, power_of_two(width)), "PEAKS": members > 1}
-    values |= {"PRECISION": precision_of(query, width), **strides_of(False, p_q=query, p_k=key)}
+    values |= near.numbers(query, key)
+    values |= {"pages": pages, "P": wanted, "BR": members, "PEAKS": members > 1}
     tile = _rows_of(chosen.page_score, tokens, members)
     workspace: Workspace = {"p_peaks": (tuple(query.shape[:3]), torch.float32)}
     steps = []

@@ -14,18 +14,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lln.kernels.blocks import launch_window
-from lln.kernels.launching.kernel_arguments import precision_of, strides_of
+from lln.kernels.launching.kernel_arguments import precision_of
 from lln.kernels.launching.limits import power_of_two
 from lln.kernels.launching.recipes import (
     Recipe,
     Step,
     Workspace,
-    launch_cached,
     launch_fixed,
+    launch_heads,
     over_tiles,
 )
 from lln.kernels.launching.shapes import layout_of, output_like
-from lln.kernels.launching.sizes import Sizes, choose_sizes
+from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import Tile, cdiv
 from lln.kernels.launching.triton_steps import NEVER
 from lln.kernels.pages import triton_page_few as page_few
@@ -47,9 +47,6 @@ class PagesCall(NamedTuple):
     """One call.
 
     Attributes:
-        query: ``[B, H, T, D]``.
-        key: ``[B, HK, S, D]``.
-        value: ``[B, HK, S, E]``.
         chosen: int32 ``[B, HK, T, P]``, contiguous, no page twice; -1 = none.
         near: What a query sees besides.
         scale: Factor of the scores.
@@ -178,18 +175,11 @@ def list_pages(call: PagesCall) -> PageLists:
 
 
 def _mark(call: PagesCall, values: dict[str, Any], count: int) -> Recipe:
-    tiles = cdiv(values["chunk"], 64)
-    mark = values | {"tiles": tiles, "BQ": 64}
-    wide = min(256, max(16, power_of_two(values["words"])))
-    own = values | {"BV": 8, "BW": wide}
+    tiles, wide = cdiv(values["chunk"], 64), min(256, max(16, power_of_two(values["words"])))
+    mark = Step(page_lists.mark_kernel, (tiles * count,), values | {"tiles": tiles, "BQ": 64}, 4)
     grid = (cdiv(call.pages, 8) * count,)
-    return Recipe(
-        [
-            Step(page_lists.mark_kernel, (tiles * count,), mark, 4),
-            Step(page_lists.count_kernel, grid, own, 4),
-        ],
-        {},
-    )
+    own = values | {"BV": 8, "BW": wide}
+    return Recipe([mark, Step(page_lists.count_kernel, grid, own, 4)], {})
 
 
 def _list(call: PagesCall, values: dict[str, Any], count: int) -> Recipe:
@@ -207,24 +197,21 @@ def attend_pages(call: PagesCall) -> tuple[Tensor, ...]:
         device = call.query.device
         out = output_like(call.query, call.value.shape[3])
         norm = torch.empty(call.query.shape[:3], dtype=torch.float32, device=device)
-        lists = [torch.empty(n, dtype=torch.int32, device=device) for n in list_shapes(call)]
-        if out.numel() > 0:
-            sides = {"p_q": call.query, "p_k": call.key, "p_v": call.value, "p_o": out}
-            rows = {"p_norm": norm, "p_chosen": call.chosen}
-            _launch("read few", call, sides, rows, PageLists(*lists), _few_steps)
-        return out, norm, *lists
-    window, front = _window_call(call)
-    out, norm = launch_window.attend_window(window)
-    lists = list_pages(call)
-    if front:
-        # Copies, because results must lie in memory as the operator says.
-        own = output_like(call.query, call.value.shape[3])
-        out, norm = own.copy_(out[:, :, front:]), norm[:, :, front:].contiguous()
-    if out.numel() == 0 or call.slots == 0:
-        return out, norm, *lists
-    sides = {"p_q": call.query, "p_k": call.key, "p_v": call.value, "p_o": out}
-    rows = {"p_norm": norm, "p_chosen": call.chosen}
-    _launch("read pages", call, sides, rows, lists, _read_steps)
+        shapes = list_shapes(call)
+        lists = PageLists(*[torch.empty(n, dtype=torch.int32, device=device) for n in shapes])
+    else:
+        window, front = _window_call(call)
+        out, norm = launch_window.attend_window(window)
+        lists = list_pages(call)
+        if front:
+            # Copies, because results must lie in memory as the operator says.
+            own = output_like(call.query, call.value.shape[3])
+            out, norm = own.copy_(out[:, :, front:]), norm[:, :, front:].contiguous()
+    if out.numel() > 0 and (call.is_few or call.slots > 0):
+        sides = {"p_q": call.query, "p_k": call.key, "p_v": call.value, "p_o": out}
+        rows = {"p_norm": norm, "p_chosen": call.chosen}
+        name, steps = ("read few", _few_steps) if call.is_few else ("read pages", _read_steps)
+        _launch(name, call, sides, rows, lists, steps)
     return out, norm, *lists
 
 
@@ -279,32 +266,15 @@ def _launch(
     steps_of: Any,
 ) -> None:
     """Run the launches of a pass, as many parts at a time as fit into memory."""
-    query, key, value = call.query, call.key, call.value
-    layouts = tuple([layout_of(s) for s in (*sides.values(), call.near.mask, call.chosen)])
-    kind = (name, query.device, layouts, call.near[1:], call.scale)
-    family = (name, query.device, query.dtype, query.shape[3], value.shape[3], call.near.page)
-
-    def write(chosen: Sizes) -> Recipe:
-        values = {
-            **call.numbers(),
-            "scale": call.scale,
-            "D": query.shape[3],
-            "E": value.shape[3],
-            "BD": chosen.width,
-            "BE": chosen.value_width,
-            "BK": max(16, power_of_two(call.near.page)),
-            "PRECISION": precision_of(query, chosen.width),
-            **strides_of(False, **sides),
-        }
-        return steps_of(call, values, chosen)
-
-    runtime = {**sides, **rows, **call.near.tensors(query), "p_order": lists.order}
+    near = call.near
+    own = {**call.numbers(), "scale": call.scale, "BK": max(16, power_of_two(near.page))}
+    options = (layout_of(near.mask), layout_of(call.chosen), near[1:], call.scale)
+    runtime = {**rows, **near.tensors(call.query), "p_order": lists.order}
     runtime |= {"p_counts": lists.counts, "p_ends": lists.ends, "p_table": lists.table}
     runtime["p_segment_ends"] = lists.segment_ends
-    heads = query.shape[0], key.shape[1]
-    launch_cached(
-        kind, family, runtime, query.device,
-        lambda: choose_sizes(query, key, value, *heads, 0), write,
+    launch_heads(
+        name, sides, runtime, options, (near.page,),
+        lambda chosen, values: steps_of(call, values | own, chosen),
     )  # fmt: skip
 
 

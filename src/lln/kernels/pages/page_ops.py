@@ -31,17 +31,9 @@ def fused_page_choice(
 ) -> Tensor:
     """The pages of every query by their best token: int32 ``[B, Hk, T, P]``, ascending; -1 = none.
 
-    Args:
-        query: ``[B, H, T, r]``, the queries by which pages are scored.
-        key: ``[B, Hk, S, r]``.
-        pages: P.
-        window: Tokens on a side that every query sees.
-        sinks: First valid tokens that every query sees.
-        page_size: Tokens of a page.
-        key_mask: bool ``[B, S]`` or None.
-        is_causal: Whether a query sees only its own and earlier tokens; the last one is the last
-            key's.
-        scale: Factor of the scores; only its sign decides.
+    Queries ``[B, H, T, r]`` and keys ``[B, Hk, S, r]`` are those by which pages are scored; window,
+    sinks, pages' size and mask are those of a `lln.kernels.pages.launch_page_choice.Near`. The last
+    query is the last key's. Of the scores' factor only its sign decides.
     """
     query, key = within_reach(query.detach()), within_reach(key.detach())
     if scale <= 0:
@@ -86,17 +78,8 @@ def fused_pages(
 ) -> Tensor:
     """Softmax over window, sinks and chosen pages: ``[B, H, T, E]`` in the dtype of query.
 
-    Args:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        indices: ``[B, Hk, T, P]``, as `fused_page_choice` returns them: no page twice; -1 = none.
-        window: See `fused_page_choice`, as the others.
-        sinks: Likewise.
-        page_size: Likewise.
-        key_mask: Likewise.
-        is_causal: Likewise.
-        scale: Factor of the scores; None = 1/√D.
+    ``indices`` are ``[B, Hk, T, P]``, as `fused_page_choice` returns them: no page twice; -1 =
+    none. Without a scale it is 1/√D; everything else is as there.
     """
     query, key, value = within_reach(query), within_reach(key), within_reach(value)
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from lln.kernels.blocks.triton_window import power_of_two, scores
+from lln.kernels.keys.triton_keys_read import load_chosen
 from lln.kernels.launching.triton_order import wait_for_launch
 from lln.kernels.launching.triton_steps import NEVER
 from lln.kernels.pages.triton_page_choice import first_valid, is_near, load_group
@@ -38,15 +39,6 @@ def keys_at(
     if HAS_MASK:
         seen = seen & (tl.load(p_mask + b_key, mask=seen, other=0) != 0)
     return b_key, seen
-
-
-@triton.jit
-def load_keys(rows, b_key, seen, D: tl.constexpr, BD: tl.constexpr):
-    """Rows ``[BS, BD]`` of keys anywhere."""
-    p_rows, _, stride_t, stride_d = rows
-    columns = tl.arange(0, BD)
-    p_in = p_rows + b_key.to(tl.int64)[:, None] * stride_t + columns[None, :] * stride_d
-    return tl.load(p_in, mask=seen[:, None] & (columns < D)[None, :], other=0)
 
 
 @triton.jit
@@ -83,13 +75,13 @@ def page_few_kernel(
             p_chosen, p_mask + batch * S, at + tl.arange(0, BS), end, first, ahead + query, window,
             sinks, page, S, CAUSAL, HAS_MASK,
         )  # fmt: skip
-        b_s = scores(b_q, load_keys(k, b_key, seen, D, BD), scale, PRECISION)
+        b_s = scores(b_q, load_chosen(k, b_key, seen, BS, D, BD), scale, PRECISION)
         b_s = tl.where(seen[None, :], b_s, NEVER)
         b_new = tl.maximum(b_peak, tl.max(b_s, 1))
         b_shrink = power_of_two(b_peak - b_new)
         b_p = tl.where(seen[None, :], power_of_two(b_s - b_new[:, None]), 0.0)
         b_mass = b_mass * b_shrink + tl.sum(b_p, 1)
-        b_v = load_keys(v, b_key, seen, E, BE)
+        b_v = load_chosen(v, b_key, seen, BS, E, BE)
         b_o = b_o * b_shrink[:, None]
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision=PRECISION)
         b_peak = b_new

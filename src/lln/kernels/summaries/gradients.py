@@ -5,12 +5,19 @@ Dimension legend: see `lln.kernels.lln.launch_bidirectional`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from lln.kernels.summaries.lln_call import Gradients, LLNCall
+from lln.kernels.launching.recipes import Recipe
+from lln.kernels.summaries.lln_call import (
+    Gradients,
+    LLNCall,
+    launch_call,
+    mix_mode,
+    runtime_args,
+)
 
 
 def finish_gradients(call: LLNCall, made: Gradients, group: int) -> Gradients:
@@ -38,14 +45,10 @@ def finish_gradients(call: LLNCall, made: Gradients, group: int) -> Gradients:
 def beta_gradient(sums: Tensor, width: int, total: float | Tensor = 0.0) -> Tensor:
     """Every head's dβ ``[B, H, 1]`` from what its programs summed ``[B, H, programs, 3]``.
 
-    dβ = Σ g·k over tokens and slots (of the summary), and the sum of all g is known, so that
-    dβ = Σ g·(k − c) + c·Σ g for any c. With c the mean of k weighted as in the slots, rounding
-    errors common to all g count less.
-
-    Args:
-        sums: Σ g·k, Σ g and the weighted sum of k, of every program.
-        width: D.
-        total: Σ g without rounding, ``[B, H, 1]``; 0 where these are all keys of the sequence.
+    These are Σ g·k, Σ g and the weighted sum of k. dβ = Σ g·k over tokens and slots (of the
+    summary), and the sum of all g, ``total`` ``[B, H, 1]``, is known without rounding (0 where
+    these are all keys of the sequence), so that dβ = Σ g·(k − c) + c·Σ g for any c. With c the mean
+    of k weighted as in the slots, rounding errors common to all g count less.
     """
     product, residue, weighted = sums.sum(2, keepdim=True, dtype=torch.float64).unbind(-1)
     return product - (residue - total) * weighted / width
@@ -56,48 +59,56 @@ def _total(parts: Tensor) -> Tensor:
     return parts.sum(-1, dtype=torch.float64)[..., None, None]
 
 
-def allocate_gradients(
+def launch_gradients(
+    name: str,
     call: LLNCall,
     gradient: Tensor,
-    runtime: dict[str, Any],
     summaries: int,
-    of_alpha: tuple[int, ...] | None,
-    of_beta: tuple[int, ...] | None,
-    of_mix: tuple[int, ...] | None,
-    dv: Tensor | None = None,
+    wanted: tuple[bool, bool, bool],
+    dv: Tensor | None,
+    parts_of: Callable[[int], tuple[tuple[int, ...], ...]],
+    write: Callable[..., Recipe],
+    **saved: Tensor | None,
 ) -> Gradients:
-    """Allocate the gradients, and add them to ``runtime``, the kernels' arguments.
+    """Gradients of query, key, value, and of alpha, beta and mix where wanted.
 
-    Args:
-        call: What to compute.
-        gradient: Gradient of the output; its pointer is passed for gradients that are not needed.
-        runtime: See `lln.kernels.summaries.lln_call.runtime_args`.
-        summaries: Number of summaries per sample.
-        of_alpha: Shape of every program's part of dα; None = not needed.
-        of_beta: The same for dβ.
-        of_mix: The same for dmix.
-        dv: Where the gradient of the values belongs; used if every summary has its own values.
+    ``parts_of`` says the shapes of every program's parts of dα and dβ, and the programs that dmix
+    has parts of, for how dmix is written (`mix_mode`). That of the values belongs into ``dv``,
+    which is used if every summary has its own values; ``saved`` are more arguments by the names of
+    the places. The pointer of the output's gradient is passed for gradients that are not needed.
     """
-    dq, dk = torch.empty_like(call.query), _per_summary(call.key, summaries)
+    (alpha_grad, beta_grad, mix_grad), query, value = wanted, call.query, call.value
+    if query.numel() == 0 or value.numel() == 0:
+        return call.no_gradients()
+    runtime = runtime_args(call, gradient, summaries) | saved
+    dq, dk = torch.empty_like(query), _per_summary(call.key, summaries)
+    dv_out = dv
     if dv is None or dv.shape[1] != summaries:
-        dv = _per_summary(call.value, summaries)
-    runtime["p_g"], runtime["p_dq"], runtime["p_dk"], runtime["p_dv"] = gradient, dq, dk, dv
+        dv = _per_summary(value, summaries)
+    runtime |= {"p_g": gradient, "p_dq": dq, "p_dk": dk, "p_dv": dv}
+    mode = 0
+    if mix_grad and call.mix is not None:
+        mode = mix_mode(call.mix, query.shape[1] // summaries)
+    shapes: list[tuple[int, ...] | None] = [None, None, None]
+    if alpha_grad or beta_grad or mode:
+        of_alpha, of_beta, parts = parts_of(mode)
+        rows, width = query.shape[:3], value.shape[3]
+        of_mix = [None, (*rows, 1), (*rows, width), (*parts, width)][mode]
+        shapes = [of_alpha if alpha_grad else None, of_beta if beta_grad else None, of_mix]
     rest: list[Tensor | None] = []
-    for name, shape in (("p_dalpha", of_alpha), ("p_dbeta", of_beta), ("p_dmix", of_mix)):
+    for place, shape in zip(("p_dalpha", "p_dbeta", "p_dmix"), shapes, strict=True):
         side = None
         if shape is not None:
             side = torch.empty(shape, dtype=torch.float32, device=gradient.device)
-        runtime[name] = gradient if side is None else side
+        runtime[place] = gradient if side is None else side
         rest.append(side)
-    return dq, dk, dv, rest[0], rest[1], rest[2]
-
-
-def mix_shape(
-    mode: int, query: Tensor, value_width: int, parts: tuple[int, ...]
-) -> tuple[int, ...] | None:
-    """Shape of dmix as the kernels write it; see `lln.kernels.summaries.lln_call.mix_mode`."""
-    rows = query.shape[:3]
-    return [None, (*rows, 1), (*rows, value_width), (*parts, value_width)][mode]
+    asked = (alpha_grad, beta_grad, mode)
+    launch_call(name, call, runtime, summaries, write, *asked, others=(gradient, dv_out))
+    dalpha, dbeta, dmix = rest
+    if dbeta is not None and dbeta.dim() == 4:
+        dbeta = beta_gradient(dbeta, query.shape[3])
+    made = dq, dk, dv, dalpha, dbeta, dmix
+    return finish_gradients(call, made, summaries // call.key.shape[1])
 
 
 def _per_summary(like: Tensor, summaries: int) -> Tensor:

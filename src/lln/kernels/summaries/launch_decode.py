@@ -5,13 +5,15 @@ Dimension legend: see `lln.kernels.summaries.triton_decode`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lln.kernels.launching.kernel_arguments import flat_scale, strides_of
-from lln.kernels.launching.recipes import Recipe, Step, launch_cached
+from lln.kernels.launching.kernel_arguments import flat_scale
+from lln.kernels.launching.recipes import Recipe, Step, launch_heads
 from lln.kernels.launching.shapes import layout_of
-from lln.kernels.launching.sizes import Sizes, choose_sizes
+from lln.kernels.launching.sizes import Sizes
 from lln.kernels.launching.stretches import cdiv
 from lln.kernels.summaries.triton_decode import decode_kernel
 
@@ -31,18 +33,15 @@ def decode(
     beta_number: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output ``[B, H, 1, E]``, and the log-mass and centroid including the token."""
-    batch, heads, _, width = query.shape
+    batch, heads = query.shape[:2]
     slots, value_width = centroid.shape[1], value.shape[3]
     out = query.new_empty(batch, heads, 1, value_width)
     new_log_mass, new_centroid = torch.empty_like(log_mass), torch.empty_like(centroid)
     if out.numel() == 0:
         return out, new_log_mass, new_centroid
     alpha_flat, beta_flat = flat_scale(alpha, batch, query), flat_scale(beta, batch, query)
+    sides = {"p_q": query, "p_k": key, "p_v": value, "p_o": out}
     runtime = {
-        "p_q": query,
-        "p_k": key,
-        "p_v": value,
-        "p_o": out,
         "p_alpha": alpha_flat,
         "p_beta": beta_flat,
         "p_log_mass": log_mass,
@@ -52,29 +51,15 @@ def decode(
         "alpha": alpha_number,
         "beta": beta_number,
     }
-    tensors = (query, key, value, alpha_flat, beta_flat, log_mass, centroid)
-    layouts = tuple(layout_of(tensor) for tensor in tensors)
-    kind = ("decode", layouts, query.device, alpha is None, beta is None)
+    layouts = [layout_of(side) for side in (alpha_flat, beta_flat, log_mass, centroid)]
 
-    def write(chosen: Sizes) -> Recipe:
+    def write(chosen: Sizes, values: dict[str, Any]) -> Recipe:
         part = min(chosen.value_width, _SLICE)
-        values = {
-            "SH": slots,
-            "R": heads // slots,
-            "KG": slots // key.shape[1],
-            "D": width,
-            "E": value_width,
-            "BD": chosen.width,
-            "BE": part,
-            "HAS_ALPHA": alpha is not None,
-            "HAS_BETA": beta is not None,
-            **strides_of(False, p_q=query, p_k=key, p_v=value, p_o=out),
-        }
+        values |= {"SH": slots, "R": heads // slots, "KG": slots // key.shape[1], "BE": part}
+        values |= {"HAS_ALPHA": alpha is not None, "HAS_BETA": beta is not None}
         grid = (batch * slots, cdiv(value_width, part))
         return Recipe([Step(decode_kernel, grid, values, 4)], {})
 
-    def choose() -> Sizes:
-        return choose_sizes(query, key, value, batch, slots, 0)
-
-    launch_cached(kind, ("decode", query.device, width), runtime, query.device, choose, write)
+    options = (*layouts, alpha is None, beta is None)
+    launch_heads("decode", sides, runtime, options, (), write)
     return out, new_log_mass, new_centroid

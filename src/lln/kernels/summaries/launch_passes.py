@@ -37,21 +37,16 @@ WHOLE_GRADIENT = {
 def summary_steps(
     programs: int, chosen: Sizes, values: dict[str, Any], splits: int, folds: bool = False
 ) -> tuple[list[Step], Workspace]:
-    """Keys and values into ``p_log_mass`` and ``p_centroid``.
+    """Keys and values into ``p_log_mass`` and ``p_centroid``, for so many summaries of all samples.
 
-    Args:
-        programs: Summaries of all samples.
-        chosen: The sizes.
-        values: The kernels' arguments.
-        splits: Stretches of keys per summary.
-        folds: Whether the next pass takes partial triton_summaries, one per stretch.
+    Each has ``splits`` stretches of keys; with ``folds`` the next pass takes their partial
+    summaries.
     """
     if not chosen.is_slot_major:
         steps, workspace = summarise_steps(programs, chosen, values, splits)
         return steps if folds else [*steps, merge_step(programs, chosen, values, splits)], workspace
     whole = splits == 1
     own: dict[str, Any] = {"WHOLE": whole, "SLOTS": chosen.summary_slots}
-    own["GROUPS"] = chosen.summary_groups
     if whole:
         # Nothing is written there.
         own |= dict.fromkeys(("p_peak", "p_mass", "p_sum"), Place("p_log_mass"))
@@ -67,8 +62,7 @@ def summary_steps(
 
 def summary_shares(chosen: Sizes) -> int:
     """Programs that share a stretch of keys: those of wide heads compute some of the slots."""
-    slots = chosen.summary_slots * chosen.summary_groups
-    return chosen.width // slots if chosen.is_slot_major else 1
+    return chosen.width // chosen.summary_slots if chosen.is_slot_major else 1
 
 
 def _partials(programs: int, chosen: Sizes, splits: int) -> Workspace:
@@ -99,14 +93,10 @@ def merge_step(programs: int, chosen: Sizes, values: dict[str, Any], splits: int
 def query_grad_steps(
     heads: int, chosen: Sizes, values: dict[str, Any], splits: int, folds: bool = False
 ) -> tuple[list[Step], Workspace]:
-    """Queries and dO into dq, ``p_shift`` and ``p_dc``.
+    """Queries and dO into dq, ``p_shift`` and ``p_dc``, for so many query heads of all samples.
 
-    Args:
-        heads: Query heads of all samples.
-        chosen: The sizes.
-        values: The kernels' arguments.
-        splits: Stretches of queries per head.
-        folds: Whether the next pass takes every stretch's part of shift and dC.
+    Each has ``splits`` stretches; with ``folds`` the next pass takes every stretch's part of shift
+    and dC.
     """
     if chosen.is_slot_major:
         return _wide_query_steps(heads, chosen, values, splits)

@@ -46,9 +46,8 @@ def _key_call(
 def summarise(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]`` in float32.
 
-    Args:
-        arguments: key ``[B, Hk, S, D]`` with S > 0, value ``[B, Hk, S, E]``, β ``[·, Hk or H, 1,
-            1]`` or None, key mask or None, β as a number.
+    Of key ``[B, Hk, S, D]`` with S > 0, value ``[B, Hk, S, E]``, β ``[·, Hk or H, 1, 1]`` or None,
+    key mask or None, β as a number.
     """
     call = _key_call(*arguments)
     value, slots = call.value, call.summary_heads
@@ -77,12 +76,8 @@ def summarise_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of key, value and, if asked for, β.
 
-    Args:
-        dlog_mass: ``[B, SH, D]`` in float32, as the next three.
-        dcentroid: ``[B, SH, D, E]``.
-        log_mass: What `summarise` returned.
-        centroid: Likewise.
-        rest: The arguments of `summarise`, and whether β needs a gradient.
+    From those of log-mass and centroid and what `summarise` returned, in float32; then come its
+    arguments, and whether β needs a gradient.
     """
     *arguments, beta_grad = rest
     call = _key_call(*arguments)
@@ -172,11 +167,8 @@ def _write_read(call: LLNCall, runtime: dict[str, Any], chosen: Sizes, slots: in
     values = constant_args(call, chosen, runtime, slots, max(chosen.width, chosen.value_width))
     stretch = tile.stretch(tokens, tile.tokens, programs, chosen.cores)
     values |= {"tile_tokens": tile.tokens, "ONE_BLOCK": False, "program_tokens": stretch}
-    values |= {
-        "EVEN": _is_even(call, tokens, tile.tokens),
-        "PLAIN": chosen.is_slot_major,
-        "AHEAD": False,
-    }
+    values |= {"PLAIN": chosen.is_slot_major, "AHEAD": False}
+    values["EVEN"] = _is_even(call, tokens, tile.tokens)
     grid = (cdiv(tokens, stretch), programs)
     return Recipe([over_tiles(fwd.read_kernel, grid, values | WHOLE_SUMMARY, tile)], {})
 
@@ -198,7 +190,8 @@ def read_backward(
     slots = log_mass.shape[1]
     call = _query_call(query, gradient, slots, alpha, mask, alpha_number)
     low = centroid.to(query.dtype).contiguous()
-    dq, shift = torch.empty_like(query), torch.empty_like(log_mass, memory_format=_DENSE)
+    dq = torch.empty_like(query)
+    shift = torch.empty_like(log_mass, memory_format=torch.contiguous_format)
     dc = shift.new_empty(*shift.shape[:2], centroid.shape[3], shift.shape[2])
     runtime = runtime_args(call, gradient, slots)
     runtime |= {"p_log_mass": log_mass.contiguous(), "p_centroid": low, "p_g": gradient}
@@ -208,23 +201,14 @@ def read_backward(
         _, programs = _query_stretch(call, call.sizes(slots))
         parts = shift.new_empty(call.samples, query.shape[1], programs)
         runtime["p_dalpha"] = parts
+    asked = (alpha_grad, slots)
     launch_call(
-        "read_backward",
-        call,
-        runtime,
-        slots,
-        _write_query_grad,
-        alpha_grad,
-        slots,
-        others=(gradient,),
+        "read_backward", call, runtime, slots, _write_query_grad, *asked, others=(gradient,)
     )
     dcentroid = dc.mT
     dlog_mass = shift + (low.float() * dcentroid).sum(-1)
     made = finish_gradients(call, (dq, dq, dq, parts, None, None), 1)
     return dq, made[3], dlog_mass, dcentroid
-
-
-_DENSE = torch.contiguous_format
 
 
 def _query_stretch(call: LLNCall, chosen: Sizes) -> tuple[int, int]:

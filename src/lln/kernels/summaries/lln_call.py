@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lln.kernels.launching.kernel_arguments import (
+    flat_beta,
     flat_scale,
     mask_bytes,
     precision_of,
@@ -85,10 +86,6 @@ class LLNCall(NamedTuple):
         """How many places the blocks of ``tokens`` tokens cover at most."""
         return tokens + self.block_size - 1 if self.is_shifted else tokens
 
-    def options(self) -> Hashable:
-        """What the kernels depend on besides the call's tensors."""
-        return self.query.device, self.block_size, self.scale, self.dropout_p, self.longest
-
     def family(self, name: str) -> Hashable:
         """What decides whether sizes fit the chip; calls of one family share smaller sizes."""
         query, width = self.query, self.value.shape[3]
@@ -115,20 +112,16 @@ class LLNCall(NamedTuple):
 def runtime_args(call: LLNCall, like: Tensor, summaries: int) -> dict[str, Any]:
     """The arguments that differ from call to call, by their names in the kernels.
 
-    Args:
-        call: What to compute.
-        like: ``[B, H, T, E]``; its pointer is passed where the mix is a number.
-        summaries: Summaries (fixed-size states of keys and values) per sample; each has its β.
+    Every one of the ``summaries`` of a sample (fixed-size states of keys and values) has its β.
+    Where the mix is a number the pointer of ``like`` ``[B, H, T, E]`` is passed.
     """
-    query, beta, samples = call.query, call.beta, call.samples
-    if beta is not None and beta.shape[1] != summaries:
-        beta = beta.repeat_interleave(summaries // beta.shape[1], 1)
+    query, samples = call.query, call.samples
     return {
         "p_q": query,
         "p_k": call.key,
         "p_v": call.value,
         "p_alpha": flat_scale(call.alpha, samples, query),
-        "p_beta": flat_scale(beta, samples, query),
+        "p_beta": flat_beta(call.beta, summaries, samples, query),
         "p_mask": mask_bytes(call.mask, query),
         "p_m": like if call.mix is None else call.mix.expand(like.shape),
         "p_starts": query if call.bounds is None else call.bounds,
@@ -143,7 +136,8 @@ def kind_of(
     name: str, call: LLNCall, *flags: Hashable, others: tuple[Tensor | None, ...] = ()
 ) -> Hashable:
     """What decides the launches of a pass; see `launch_call`."""
-    return name, *flags, call.layout_key(*others), call.options()
+    options = (call.query.device, call.block_size, call.scale, call.dropout_p, call.longest)
+    return name, *flags, call.layout_key(*others), options
 
 
 def forward_kind(call: LLNCall, save: bool) -> Hashable:
@@ -170,14 +164,9 @@ def launch_call(
 ) -> None:
     """Run the recipe of a pass; write it first if this kind of call is new.
 
-    Args:
-        name: The pass.
-        call: What to compute.
-        runtime: See `runtime_args`.
-        summaries: Number of summaries per sample.
-        write: Makes the recipe from the call, ``runtime``, sizes and ``flags``.
-        flags: What else decides the launches.
-        others: Tensors on which the launches depend besides the call's.
+    ``write`` makes it from the call, ``runtime`` (see `runtime_args`), sizes and ``flags``, which
+    decide the launches, too, as do the layouts of ``others``. There are so many summaries per
+    sample.
     """
     launch_cached(
         kind_of(name, call, *flags, others=others),
@@ -197,12 +186,8 @@ def constant_args(
 ) -> dict[str, Any]:
     """The arguments that calls of one kind share, by their names in the kernels.
 
-    Args:
-        call: What to compute.
-        chosen: Its sizes.
-        runtime: See `runtime_args`; every tensor's strides are among the values.
-        summaries: Number of summaries per sample.
-        widest: See `precision_of`.
+    Strides of all tensors in ``runtime`` are among them. There are so many summaries per sample;
+    for ``widest`` see `precision_of`.
     """
     (heads, tokens, width), keys = call.query.shape[1:], call.key.shape[2]
     tensors = {name: runtime[name] for name in _WITH_STRIDES if name in runtime}

@@ -1,8 +1,6 @@
-"""The halves of LLN attention with gradients: `fused_summary` and `fused_read`.
+"""The halves of LLN attention with gradients: `fused_summary`, `fused_read`; and `fused_decode`.
 
-As in `run`, ordinary calls use an ``autograd.Function``, and calls under a compiler, a
-transform or a dispatch mode go through operators. Wide values go in slices. A call without tokens
-is the caller's to answer.
+Wide values go in slices. A call without tokens is the caller's to answer.
 
 Dimension legend: B batch, H query heads, Hk key heads, SH summary heads, T queries, S keys, D head
 width, E value width.
@@ -18,8 +16,9 @@ import torch
 from torch import Tensor
 
 from lln.kernels.launching.kernel_arguments import tensor_or_number
-from lln.kernels.launching.operators import Operation, call, with_gradients
+from lln.kernels.launching.operators import Operation, call, operator, with_gradients
 from lln.kernels.launching.shapes import output_like, within_reach
+from lln.tracing import is_watched
 
 _KEYS = "Tensor key, Tensor value, Tensor? beta, Tensor? key_mask, float beta_number"
 _QUERIES = (
@@ -37,12 +36,7 @@ def fused_summary(
 ) -> tuple[Tensor, Tensor]:
     """Log-mass ``[B, SH, D]`` and centroid ``[B, SH, D, E]`` of the keys, in float32.
 
-    Args:
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        beta: A number or a tensor for 1, Hk or H heads.
-        key_mask: bool ``[B, S]`` or None.
-        value_width: Channels of the values per launch.
+    β is a number or a tensor for 1, Hk or H heads; a launch takes ``value_width`` channels.
     """
     key, value = within_reach(key), within_reach(value)
     beta_t, number = tensor_or_number(beta, key.shape[1])
@@ -63,13 +57,8 @@ def fused_read(
 ) -> Tensor:
     """Every query's softmax over the slots, applied to the centroids: ``[B, H, T, E]``.
 
-    Args:
-        query: ``[B, H, T, D]``.
-        alpha: A number or a tensor for 1 or H heads.
-        log_mass: ``[B, SH, D]``, SH = H or a divisor of it.
-        centroid: ``[B, SH, D, E]``.
-        mask: bool ``[B, T]``, False = whatever the query holds has no effect; None = all count.
-        value_width: Channels of the centroids per launch.
+    α is a number or a tensor for 1 or H heads, and SH = H or a divisor of it. Where the mask bool
+    ``[B, T]`` is False, whatever the query holds has no effect; None = all count.
     """
     query = within_reach(query)
     alpha_t, number = tensor_or_number(alpha, query.shape[1])
@@ -132,3 +121,44 @@ _READ = Operation(
     5, _read, _gradients_of_read, of=(0, 1, 2, 3), on_demand=(1,), alike=lambda *_: (0,)
 )
 read_summary = with_gradients("read_summary", _QUERIES, _READ, _fake_read)
+
+
+def fused_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_mass: Tensor,
+    centroid: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add one token to the summary and read it, by the kernel: output, log-mass, centroid."""
+    alpha_t, alpha_number = tensor_or_number(alpha, query.shape[1])
+    beta_t, beta_number = tensor_or_number(beta, log_mass.shape[1])
+    launch = decode if is_watched(query) else append_and_read
+    tensors = (query, key, value, log_mass, centroid, alpha_t, beta_t)
+    return launch(*tensors, alpha_number, beta_number)
+
+
+def append_and_read(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-mass and centroid after one token, from the arguments of `decode`."""
+    from lln.kernels.summaries.launch_decode import decode as launch
+
+    return launch(*arguments)
+
+
+def _fake(
+    query: Tensor, key: Tensor, value: Tensor, log_mass: Tensor, centroid: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = query.new_empty(*query.shape[:3], value.shape[3])
+    return out, torch.empty_like(log_mass), torch.empty_like(centroid)
+
+
+decode = operator(
+    "decode",
+    "Tensor query, Tensor key, Tensor value, Tensor log_mass, Tensor centroid, Tensor? alpha, "
+    "Tensor? beta, float alpha_number, float beta_number",
+    append_and_read,
+    _fake,
+    results=3,
+)

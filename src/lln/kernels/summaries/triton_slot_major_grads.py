@@ -44,40 +44,6 @@ def weights_turned(b_wide, beta, b_log_mass, ok, EVEN: tl.constexpr):
 
 
 @triton.jit
-def key_grad_turned(
-    k, v, dk, dv, p_mask, start, end, beta, b_log_mass, b_dc, b_shift, seed, drop_first, dropout_p,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr,
-    EVEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    BETA_GRAD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Write dk and dv of the tokens ``start … end − 1``; returns their part of dβ."""
-    b_dbeta, b_residue, b_centre = 0.0, 0.0, 0.0
-    for first in tl.range(start, end, BT, num_stages=STAGES):
-        inside = first + tl.arange(0, BT) < end
-        ok = token_ok(p_mask, first, end, BT, HAS_MASK)
-        b_k = load_unmasked(k, first, inside, ok, BT, D, BD, EVEN, HAS_MASK)
-        b_v, b_factor = load_values(
-            v, first, inside, ok, seed, drop_first, dropout_p, BT, E, BE, EVEN, HAS_MASK,
-            HAS_DROPOUT,
-        )  # fmt: skip
-        b_wide = widen_turned(b_k, BD)
-        b_b = weights_turned(b_wide, beta, b_log_mass, ok, EVEN)
-        b_dv = tl.dot(b_dc, b_b.to(b_v.dtype), input_precision=PRECISION)
-        if HAS_DROPOUT:
-            b_dv *= b_factor[None, :]
-        store_rows(dv, first, tl.trans(b_dv), inside, BT, E, BE, EVEN)
-        b_db = tl.dot(tl.trans(b_dc), tl.trans(b_v), input_precision=PRECISION)
-        b_g = b_b * (b_db + b_shift[:, None])
-        if BETA_GRAD:
-            # As in `backward_ranges.add_beta_grad`.
-            b_dbeta += tl.sum(b_g * b_wide)
-            b_residue += tl.sum(b_g)
-            b_centre += tl.sum(b_b * b_wide)
-        store_rows(dk, first, tl.trans(b_g * beta), inside, BT, D, BD, EVEN)
-    return b_dbeta, b_residue, b_centre
-
-
-@triton.jit
 def load_key_side(
     p_log_mass, p_shift, p_dc, index,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
@@ -111,14 +77,35 @@ def key_slot_major_kernel(
     )
     key_head = head // KG
     b_log_mass, b_shift, b_dc = load_key_side(p_log_mass, p_shift, p_dc, index, D, E, BD, BE)
-    b_dbeta, b_residue, b_centre = key_grad_turned(
-        rows_of(p_k, batch, key_head, begin, stride_kb, stride_kh, stride_kt, stride_kd),
-        rows_of(p_v, batch, key_head, begin, stride_vb, stride_vh, stride_vt, stride_vd),
-        rows_of(p_dk, batch, head, begin, stride_dkb, stride_dkh, stride_dkt, stride_dkd),
-        rows_of(p_dv, batch, head, begin, stride_dvb, stride_dvh, stride_dvt, stride_dvd),
-        p_mask + batch * S, start, end, load_scale(p_beta, beta, index, HAS_BETA),
-        b_log_mass, b_dc, b_shift, seed, (batch * (SH // KG) + key_head) * S, dropout_p,
-        D, E, BD, BE, BT, EVEN, HAS_MASK, HAS_DROPOUT, BETA_GRAD, PRECISION, STAGES,
-    )  # fmt: skip
+    k = rows_of(p_k, batch, key_head, begin, stride_kb, stride_kh, stride_kt, stride_kd)
+    v = rows_of(p_v, batch, key_head, begin, stride_vb, stride_vh, stride_vt, stride_vd)
+    dk = rows_of(p_dk, batch, head, begin, stride_dkb, stride_dkh, stride_dkt, stride_dkd)
+    dv = rows_of(p_dv, batch, head, begin, stride_dvb, stride_dvh, stride_dvt, stride_dvd)
+    p_mask += batch * S
+    beta_here = load_scale(p_beta, beta, index, HAS_BETA)
+    drop_first = (batch * (SH // KG) + key_head) * S
+    b_dbeta, b_residue, b_centre = 0.0, 0.0, 0.0
+    for first in tl.range(start, end, BT, num_stages=STAGES):
+        inside = first + tl.arange(0, BT) < end
+        ok = token_ok(p_mask, first, end, BT, HAS_MASK)
+        b_k = load_unmasked(k, first, inside, ok, BT, D, BD, EVEN, HAS_MASK)
+        b_v, b_factor = load_values(
+            v, first, inside, ok, seed, drop_first, dropout_p, BT, E, BE, EVEN, HAS_MASK,
+            HAS_DROPOUT,
+        )  # fmt: skip
+        b_wide = widen_turned(b_k, BD)
+        b_b = weights_turned(b_wide, beta_here, b_log_mass, ok, EVEN)
+        b_dv = tl.dot(b_dc, b_b.to(b_v.dtype), input_precision=PRECISION)
+        if HAS_DROPOUT:
+            b_dv *= b_factor[None, :]
+        store_rows(dv, first, tl.trans(b_dv), inside, BT, E, BE, EVEN)
+        b_db = tl.dot(tl.trans(b_dc), tl.trans(b_v), input_precision=PRECISION)
+        b_g = b_b * (b_db + b_shift[:, None])
+        if BETA_GRAD:
+            # As in `backward_ranges.add_beta_grad`.
+            b_dbeta += tl.sum(b_g * b_wide)
+            b_residue += tl.sum(b_g)
+            b_centre += tl.sum(b_b * b_wide)
+        store_rows(dk, first, tl.trans(b_g * beta_here), inside, BT, D, BD, EVEN)
     if BETA_GRAD:
         store_beta_grad(p_dbeta, part, b_dbeta, b_residue, b_centre)

@@ -18,7 +18,6 @@ from lln.kernels.launching.triton_order import wait_for_launch
 from lln.kernels.launching.triton_steps import (
     NEVER,
     exponential,
-    fetch_rows,
     find_program,
     find_stretch,
     load_queries,
@@ -68,8 +67,6 @@ def query_rows_kernel(
     for first in tl.range(start, end, BT, num_stages=STAGES):
         inside = first + rows < end
         ok = token_ok(p_mask, first, end, BT, QUIET)
-        fetch_rows(q, first + BT, end, BT, D, BD)
-        fetch_rows(gradients, first + BT, end, BT, E, BE)
         b_q = load_queries(q, first, inside, ok, BT, D, BD, EVEN, QUIET)
         _, b_do, _, b_row, _ = load_gradient(
             gradients, mixes, mix, first, inside, E, BE, BT, MIX, EVEN

@@ -1,9 +1,8 @@
 """The summary of keys and values of wide heads: a program computes some of the slots.
 
 All slots by all channels of a wide head do not leave room in the registers for a second program
-beside the first. Slots do not depend on each other, so here a program has SLOTS of them, or two
-such groups, one after the other, which share the values that it loads. The programs of one stretch
-lie side by side, so that all but the first find the values in the cache.
+beside the first. Slots do not depend on each other, so here a program has SLOTS of them. The
+programs of one stretch lie side by side, so that all but the first find the values in the cache.
 
 Dimension legend: see `lln.kernels.launching.triton_steps`; SH summary heads.
 """
@@ -26,7 +25,7 @@ from lln.kernels.launching.triton_steps import (
     token_ok,
     widen_turned,
 )
-from lln.kernels.summaries.triton_summaries import empty_partial, store_partial
+from lln.kernels.summaries.triton_summaries import empty_partial, store_partial, store_summary
 
 
 @triton.jit
@@ -46,106 +45,50 @@ def load_slots(
     return tl.load(p_rows + places + columns[None, :] * stride_d, mask=exists, other=0)
 
 
-@triton.jit
-def add_keys(
-    b_peak, b_mass, b_sum, b_k, b_v, beta, ok,
-    SLOTS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add a tile, SLOTS columns of its keys ``[BT, SLOTS]``, to those slots of a summary."""
-    b_x = widen_turned(b_k, SLOTS) * beta
-    if not EVEN:
-        b_x = tl.where(ok[None, :], b_x, NEVER)
-    return add_tile(b_peak, b_mass, b_sum, b_x, b_v, PRECISION)
-
-
-@triton.jit
-def summarise_slots(
-    k, v, p_mask, start, end, first_slot, beta, seed, drop_first, dropout_p,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, SLOTS: tl.constexpr,
-    GROUPS: tl.constexpr, BT: tl.constexpr, EVEN: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Some slots of the summary of tokens ``start … end − 1``.
-
-    Returns:
-        Peak, mass and weighted sum of the first group, and the same of the second, if GROUPS = 2.
-    """
-    b_peak, b_mass, b_sum = empty_partial(SLOTS, BE)
-    b_peak_2, b_mass_2, b_sum_2 = empty_partial(SLOTS, BE)
-    for first in tl.range(start, end, BT, num_stages=STAGES):
-        inside = rows_inside(first, end, BT, HAS_MASK)
-        ok = token_ok(p_mask, first, end, BT, HAS_MASK)
-        b_k = load_slots(k, first, inside, first_slot, BT, D, BD, SLOTS, EVEN)
-        if GROUPS == 2:
-            b_k_2 = load_slots(k, first, inside, first_slot + SLOTS, BT, D, BD, SLOTS, EVEN)
-        b_v, _ = load_values(
-            v, first, inside, ok, seed, drop_first, dropout_p, BT, E, BE, EVEN, HAS_MASK,
-            HAS_DROPOUT,
-        )  # fmt: skip
-        b_peak, b_mass, b_sum = add_keys(
-            b_peak, b_mass, b_sum, b_k, b_v, beta, ok, SLOTS, EVEN, PRECISION
-        )
-        if GROUPS == 2:
-            b_peak_2, b_mass_2, b_sum_2 = add_keys(
-                b_peak_2, b_mass_2, b_sum_2, b_k_2, b_v, beta, ok, SLOTS, EVEN, PRECISION
-            )
-    return b_peak, b_mass, b_sum, b_peak_2, b_mass_2, b_sum_2
-
-
-@triton.jit
-def store_slots(
-    p_peak, p_mass, p_sum, p_log_mass, p_centroid, index, part, first_slot, b_peak, b_mass, b_sum,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, SLOTS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Write SLOTS slots down: log-mass and centroid if WHOLE, else a partial summary."""
-    slots, columns = first_slot + tl.arange(0, SLOTS), tl.arange(0, BE)
-    if WHOLE:
-        tl.store(p_log_mass + index * D + slots, b_peak + tl.log(b_mass), mask=slots < D)
-        p_out = p_centroid + index * D * E + slots[:, None] * E + columns[None, :]
-        exists = (slots < D)[:, None] & (columns < E)[None, :]
-        b_c = b_sum * (1.0 / b_mass)[:, None]
-        tl.store(p_out, b_c.to(p_centroid.dtype.element_ty), mask=exists)
-    else:
-        store_partial(p_peak, p_mass, p_sum, part, slots, b_peak, b_mass, b_sum, BD, BE)
-
-
 @triton.jit(do_not_specialize=["seed"])
 def summarise_slots_kernel(
     p_k, p_v, p_mask, p_beta, p_peak, p_mass, p_sum, p_log_mass, p_centroid, p_starts,
     beta, seed, dropout_p, S, SH, program_tokens,
     stride_kb, stride_kh, stride_kt, stride_kd, stride_vb, stride_vh, stride_vt, stride_vd,
     KG: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    SLOTS: tl.constexpr, GROUPS: tl.constexpr, BT: tl.constexpr, HAS_BETA: tl.constexpr,
-    EVEN: tl.constexpr, HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
+    SLOTS: tl.constexpr, BT: tl.constexpr, HAS_BETA: tl.constexpr, EVEN: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_DROPOUT: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
-    """GROUPS · SLOTS slots of one split of one (sample, summary head); one or two groups.
+    """SLOTS slots of one split of one (sample, summary head).
 
     WHOLE: the split has all keys, so log-mass and centroid are written, else a partial summary.
     """
     wait_for_launch(FOLLOWS)
-    SHARES: tl.constexpr = BD // (GROUPS * SLOTS)
+    SHARES: tl.constexpr = BD // SLOTS
     place, index = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    split, first_slot = place // SHARES, place % SHARES * (GROUPS * SLOTS)
+    split, first_slot = place // SHARES, place % SHARES * SLOTS
     batch, head, begin, start, end = find_stretch(
         p_starts, split, index, program_tokens, S, SH, PACKED, False
     )
     key_head = head // KG
-    b_peak, b_mass, b_sum, b_peak_2, b_mass_2, b_sum_2 = summarise_slots(
-        rows_of(p_k, batch, key_head, begin, stride_kb, stride_kh, stride_kt, stride_kd),
-        rows_of(p_v, batch, key_head, begin, stride_vb, stride_vh, stride_vt, stride_vd),
-        p_mask + batch * S, start, end, first_slot, load_scale(p_beta, beta, index, HAS_BETA),
-        seed, (batch * (SH // KG) + key_head) * S, dropout_p,
-        D, E, BD, BE, SLOTS, GROUPS, BT, EVEN, HAS_MASK, HAS_DROPOUT, PRECISION, STAGES,
-    )  # fmt: skip
-    part = index * (tl.num_programs(0) // SHARES) + split
-    store_slots(
-        p_peak, p_mass, p_sum, p_log_mass, p_centroid, index, part, first_slot,
-        b_peak, b_mass, b_sum, D, E, BD, BE, SLOTS, WHOLE,
-    )  # fmt: skip
-    if GROUPS == 2:
-        store_slots(
-            p_peak, p_mass, p_sum, p_log_mass, p_centroid, index, part, first_slot + SLOTS,
-            b_peak_2, b_mass_2, b_sum_2, D, E, BD, BE, SLOTS, WHOLE,
+    k = rows_of(p_k, batch, key_head, begin, stride_kb, stride_kh, stride_kt, stride_kd)
+    v = rows_of(p_v, batch, key_head, begin, stride_vb, stride_vh, stride_vt, stride_vd)
+    p_mask += batch * S
+    beta_here = load_scale(p_beta, beta, index, HAS_BETA)
+    drop_first = (batch * (SH // KG) + key_head) * S
+    b_peak, b_mass, b_sum = empty_partial(SLOTS, BE)
+    for first in tl.range(start, end, BT, num_stages=STAGES):
+        inside = rows_inside(first, end, BT, HAS_MASK)
+        ok = token_ok(p_mask, first, end, BT, HAS_MASK)
+        b_k = load_slots(k, first, inside, first_slot, BT, D, BD, SLOTS, EVEN)
+        b_v, _ = load_values(
+            v, first, inside, ok, seed, drop_first, dropout_p, BT, E, BE, EVEN, HAS_MASK,
+            HAS_DROPOUT,
         )  # fmt: skip
+        b_x = widen_turned(b_k, SLOTS) * beta_here
+        if not EVEN:
+            b_x = tl.where(ok[None, :], b_x, NEVER)
+        b_peak, b_mass, b_sum = add_tile(b_peak, b_mass, b_sum, b_x, b_v, PRECISION)
+    part = index * (tl.num_programs(0) // SHARES) + split
+    slots = first_slot + tl.arange(0, SLOTS)
+    if WHOLE:
+        b_c, b_log_mass = b_sum * (1.0 / b_mass)[:, None], b_peak + tl.log(b_mass)
+        store_summary(p_log_mass, p_centroid, index, slots, b_log_mass, b_c, D, E, BE)
+    else:
+        store_partial(p_peak, p_mass, p_sum, part, slots, b_peak, b_mass, b_sum, BD, BE)
