@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lln.checks.printing import brief
 from lln.tracing import always_holds, is_compiling
 
 # Blocks up to this size are never cut: kernels and compiled passes have tiles for them.
@@ -21,8 +22,9 @@ class Call(NamedTuple):
 
     Attributes:
         kind: ``"lln"``, ``"diag"``, ``"lln_diag"``, ``"window"``, ``"pages"`` or ``"lln_keys"``;
-            ``"decode"``, one token after others; or what a module asks for by itself, the
-            ``"moments"`` or ``"temperatures"`` of queries and keys.
+            ``"decode"``, one token after others; what a module asks for by itself, the
+            ``"moments"`` or ``"temperatures"`` of queries and keys; or ``"softmax"``, which
+            instruments see in models and none of our ways computes.
         query: ``[B, H, T, D]``, or packed ``[T, H, D]``.
         key: ``[B, Hk, S, D]``, or packed ``[T, Hk, D]``.
         value: ``[B, Hk, S, E]``, or packed ``[T, Hk, E]``.
@@ -82,6 +84,12 @@ class Call(NamedTuple):
     choice_query: Tensor | None = None
     choice_key: Tensor | None = None
     or_softmax: bool = False
+
+    def __repr__(self) -> str:
+        """What was given, tensors by their shapes."""
+        usual = Call._field_defaults
+        parts = zip(FIELDS, self, strict=True)
+        return brief(self, {name: part for name, part in parts if part is not usual.get(name)})
 
     def replace(self, **changes: Any) -> Call:
         """The same call with some fields changed, by their names."""

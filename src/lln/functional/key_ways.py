@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from lln.checks.call import Call
-from lln.functional.announcing import announce_call
 from lln.functional.kernel_ways import KernelWay
 from lln.functional.key_calls import complete
 from lln.functional.one_by_one import no_tokens
@@ -13,7 +12,7 @@ from lln.functional.padded_keys import attend_padded
 from lln.functional.way import Prepared
 from lln.kernels.keys.keys_ops import fused_keys
 from lln.kernels.launching.limits import MAX_CHOSEN, why_no_keys
-from lln.observers import is_observed
+from lln.observers import announce_call, is_observed
 from lln.tracing import has_values, is_capturing
 
 

@@ -19,10 +19,9 @@ from torch import Tensor
 from lln.checks.bounds import read_bounds
 from lln.checks.call import Call
 from lln.eager.padding import Padding, pad_sequences
-from lln.functional.announcing import announce_call
 from lln.functional.key_calls import complete, paper_temperatures
 from lln.kernels.launching.limits import MAX_GRID
-from lln.observers import is_observed
+from lln.observers import announce_call, is_observed
 
 
 class PaddedCall(NamedTuple):

@@ -7,12 +7,11 @@ from torch import Tensor
 from lln.checks.call import Call
 from lln.eager.packing import attend_packed, attend_packed_keys
 from lln.eager.run import attend_dense
-from lln.functional.announcing import announce_call
 from lln.functional.key_calls import complete
 from lln.functional.one_by_one import no_tokens, one_by_one
 from lln.functional.page_calls import with_pages
 from lln.functional.way import ATTENTIONS, Prepared, Way
-from lln.observers import is_observed
+from lln.observers import announce_call, is_observed
 from lln.tracing import has_values, is_untraced_on_cpu
 
 # How it goes about a call: `Prepared.how`.

@@ -14,12 +14,11 @@ from torch import Tensor
 from lln import reference
 from lln.checks.call import Call
 from lln.eager.run import join, repeat_heads, repeat_temperature, widen
-from lln.functional.announcing import announce_call
 from lln.functional.key_calls import complete
 from lln.functional.one_by_one import as_sample, no_tokens, of_sequence, one_by_one
 from lln.functional.page_calls import with_pages
 from lln.functional.way import ATTENTIONS, Prepared, Way
-from lln.observers import is_observed
+from lln.observers import announce_call, is_observed
 
 
 class Reference(Way):

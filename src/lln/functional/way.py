@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lln.checks.call import Call
-from lln.functional.announcing import announce_call
 from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens
 from lln.functional.page_calls import with_pages
-from lln.observers import is_observed
+from lln.observers import announce_call, is_observed
 from lln.precision import without_autocast
 
 # The kinds of calls that are attention; the others are parts of it.

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lln.checks.call import Call
 from lln.instruments.interception import Patch, Sighting, inside, listening, sight, sighted
-from lln.observers import Announcement
 from lln.precision import cast_for_autocast
 
 LOOKED_FOR = (
@@ -104,7 +104,7 @@ def _see_sdpa(
     if not problem:
         query, key = cast_for_autocast(query, key)
         query, key, attn_mask = _four_axes(query, key, attn_mask)
-    call = Announcement("softmax", query, key, scale=scale, is_causal=is_causal)
+    call = Call("softmax", query, key, key, scale=scale, is_causal=is_causal)
     sight(Sighting(call, pair_mask=attn_mask, problem=problem))
 
 
@@ -219,7 +219,7 @@ def _see_projection(
         mask = mask == 0
         if mask_type == 1:
             key_mask, mask = mask, None
-    call = Announcement("softmax", heads[0], heads[1], key_mask=key_mask)
+    call = Call("softmax", heads[0], heads[1], heads[1], key_mask=key_mask)
     sight(Sighting(call, pair_mask=mask))
 
 
@@ -283,12 +283,6 @@ def _interface_sighting(
     weights = None
     if is_eager and not float(named.get("dropout") or 0.0):
         weights = out[1] if isinstance(out, tuple) and isinstance(out[1], Tensor) else None
-    call = Announcement(
-        "softmax",
-        query,
-        key,
-        scale=named.get("scaling"),
-        key_mask=key_mask,
-        is_causal=bool(is_causal),
-    )
+    options: dict[str, Any] = {"scale": named.get("scaling"), "is_causal": bool(is_causal)}
+    call = Call("softmax", query, key, key, key_mask=key_mask, **options)
     return Sighting(call, pair_mask=mask, weights=weights, problem=problem)
