@@ -25,7 +25,7 @@ from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.key_terms import KeyTerms
 from lln.eager.page_attention import attend_pages
 from lln.eager.page_choice import Sight
-from lln.eager.page_step import attend_step, is_step
+from lln.eager.page_step import attend_step
 from lln.eager.summary import read_heads, summarise_heads
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
@@ -34,14 +34,15 @@ from lln.tracing import is_untraced_on_cpu
 _PADDING_LIMIT = 1e18
 
 
-def attend_dense(call: Call, *, walks: bool = False) -> Tensor:
+def attend_dense(call: Call, *, walks: bool = False, is_step: bool = False) -> Tensor:
     """``[B, H, T, E]`` in the dtype of query.
 
     Args:
         call: A dense call.
         walks: See `causal_attention`.
+        is_step: Whether to take the way of `lln.eager.page_step`.
     """
-    if call.kind == "pages" and is_step(call):
+    if is_step:
         return attend_step(*call.qkv, call.keys, Sight.of(call), call.factor)
     query, key, value = widen(*call.qkv, call.key_mask, call.dropout_p)
     wide = call.replace(query=query, key=key, value=value)

@@ -6,13 +6,10 @@ from torch import Tensor
 
 from lln.checks.call import Call
 from lln.functional.kernel_ways import KernelWay
-from lln.functional.key_calls import complete
-from lln.functional.one_by_one import no_tokens
 from lln.functional.padded_keys import attend_padded
 from lln.functional.way import Prepared
 from lln.kernels.keys.keys_ops import fused_keys
 from lln.kernels.launching.limits import MAX_CHOSEN, why_no_keys
-from lln.observers import announce_call, is_observed
 from lln.tracing import has_values, is_capturing
 
 
@@ -40,13 +37,10 @@ class KeyKernels(KernelWay):
         )
 
     def run(self, call: Call, prepared: Prepared) -> Tensor:
-        """See `Way.run`."""
+        """See `Way.run`; padded sequences match and choose for themselves."""
         if call.bounds is not None and call.query.shape[0] > 0:
-            return self.attend_packed(call, prepared)
-        call = complete(call, self.impl)
-        if is_observed():
-            announce_call(call)
-        return self.attend_dense(call, prepared) if call.bounds is None else no_tokens(call)
+            return attend_padded(call, self.impl, lambda own: self.attend_dense(own, prepared))
+        return super().run(call, prepared)
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
@@ -62,10 +56,6 @@ class KeyKernels(KernelWay):
             group_size=call.group_size,
             scale=call.scale,
         )
-
-    def attend_packed(self, call: Call, prepared: Prepared) -> Tensor:
-        """See `Way.attend_packed`; waits for the values of the bounds."""
-        return attend_padded(call, self.impl, lambda own: self.attend_dense(own, prepared))
 
 
 def _why_not_taken(call: Call) -> str | None:

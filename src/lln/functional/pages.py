@@ -15,7 +15,7 @@ from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
 from lln.functional import ways
 from lln.functional.checked_call import checked_call, checked_packed_call
-from lln.functional.page_calls import choose_for
+from lln.functional.page_calls import STEP, choose_for
 from lln.functional.run import attend
 from lln.precision import without_autocast
 
@@ -197,7 +197,8 @@ def choose_pages(
     call = Call("pages", query, key, key, **options, **form)
     call = checked_call(call, "choose_pages", enable_gqa)
     with torch.no_grad(), without_autocast(query):
-        return choose_for(call, ways.prepare(call, impl).impl).long()
+        prepared = ways.prepare(call, impl)
+        return choose_for(call, prepared.impl, STEP in prepared.how).long()
 
 
 def _with_choice(call: Call, choice: Choice | None) -> Call:

@@ -14,11 +14,9 @@ from torch import Tensor
 from lln import reference
 from lln.checks.call import Call
 from lln.eager.run import join, repeat_heads, repeat_temperature, widen
-from lln.functional.key_calls import complete
-from lln.functional.one_by_one import as_sample, no_tokens, of_sequence, one_by_one
+from lln.functional.one_by_one import as_sample, of_sequence, one_by_one
 from lln.functional.page_calls import with_pages
 from lln.functional.way import ATTENTIONS, Prepared, Way
-from lln.observers import announce_call, is_observed
 
 
 class Reference(Way):
@@ -34,19 +32,10 @@ class Reference(Way):
         del prepared
         return "The N×N reference computes the call in float64."
 
-    def run(self, call: Call, prepared: Prepared) -> Tensor:
-        """See `Way.run`; keys are chosen by plain PyTorch."""
-        if call.kind != "lln_keys":
-            return super().run(call, prepared)
-        call = complete(call, self.impl)
-        if is_observed():
-            announce_call(call)
-        if call.bounds is None:
-            return self.attend_dense(call, prepared)
-        return no_tokens(call) if call.query.shape[0] == 0 else _keys_one_by_one(call)
-
     def attend_packed(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_packed`."""
+        if call.kind == "lln_keys":
+            return _keys_one_by_one(call)
         return one_by_one(call, lambda own: self.attend_dense(own, prepared))
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:

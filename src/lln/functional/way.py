@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lln.checks.call import Call
+from lln.functional.key_calls import complete
 from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens
-from lln.functional.page_calls import with_pages
+from lln.functional.page_calls import STEP, with_pages
 from lln.observers import announce_call, is_observed
 from lln.precision import without_autocast
 
@@ -63,10 +64,13 @@ class Way:
         return f"Computed by: {self.name}."
 
     def run(self, call: Call, prepared: Prepared) -> Tensor:
-        """Match α and β where they are missing, tell observers, and attend."""
-        call = with_temperatures(call, prepared.impl)
-        if call.kind == "pages" and call.bounds is None:
-            call = with_pages(call, prepared.impl)
+        """Match and choose what is missing, tell observers, and attend."""
+        if call.kind == "lln_keys":
+            call = complete(call, prepared.impl)
+        elif call.kind == "pages" and call.bounds is None:
+            call = with_pages(call, prepared.impl, STEP in prepared.how)
+        else:
+            call = with_temperatures(call, prepared.impl)
         if is_observed():
             announce_call(call)
         if call.bounds is None:
@@ -76,11 +80,11 @@ class Way:
         return self.attend_packed(call, prepared)
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
-        """``[B, H, T, E]`` of a call whose α and β are known."""
+        """``[B, H, T, E]`` of a call that lacks nothing but, of a packed sequence, pages."""
         raise NotImplementedError
 
     def attend_packed(self, call: Call, prepared: Prepared) -> Any:
-        """``[T, H, E]`` of packed sequences with at least one token, α and β known."""
+        """``[T, H, E]`` of packed sequences with a token, which lack nothing but pages."""
         raise NotImplementedError
 
 
