@@ -7,7 +7,6 @@ else may have written, and ``schema`` compares what they hold with what is expec
 """
 
 from lln.checks.arguments import (
-    FLOAT_DTYPES,
     check_block_size,
     check_blocks,
     check_causal,
@@ -18,13 +17,12 @@ from lln.checks.arguments import (
     check_key_mask,
     check_matching,
     check_mix,
-    check_options,
     check_qkv,
     check_scale,
     check_self_attention,
     check_temperature,
 )
-from lln.checks.tensors import shape_of
+from lln.checks.tensors import FLOAT_DTYPES, check_device, check_float, shape_of
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -32,13 +30,14 @@ __all__ = [
     "check_blocks",
     "check_causal",
     "check_count",
+    "check_device",
     "check_dropout",
     "check_flag",
+    "check_float",
     "check_impl",
     "check_key_mask",
     "check_matching",
     "check_mix",
-    "check_options",
     "check_qkv",
     "check_scale",
     "check_self_attention",

@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from lln.checks.names import check_choice, shown
-from lln.checks.tensors import check_recorder, check_tensor, missing_axes, shape_of
-from lln.errors import CausalStatisticsError, InvalidInputError
+from lln.checks.tensors import (
+    FLOAT_DTYPES,
+    check_device,
+    check_float,
+    check_recorder,
+    check_tensor,
+    missing_axes,
+    shape_of,
+)
+from lln.errors import InvalidInputError
 from lln.tracing import is_compiling, values_are_readable
 
-FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MATCHING_CRITERIA = ("variance", "entropy", "paper")
 IMPLEMENTATIONS = ("auto", "eager", "cpu", "triton", "reference")
 
@@ -59,9 +66,7 @@ def check_qkv(
             )
         if tensor.dtype not in FLOAT_DTYPES:
             fix = f"; give {name}.dequantize()" if tensor.is_quantized else ""
-            raise InvalidInputError(
-                f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}{fix}."
-            )
+            check_float(name, tensor.dtype, fix)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise InvalidInputError(
@@ -162,10 +167,7 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
         raise InvalidInputError(
             f"key_mask must be [B, S] = {list(expected)}, got {shape_of(key_mask)}."
         )
-    if key_mask.device != key.device:
-        raise InvalidInputError(
-            f"key_mask must be on the device of key, got {key_mask.device} and {key.device}."
-        )
+    check_device("key_mask", key_mask, key.device, "key")
 
 
 def check_causal(is_causal: bool, query_tokens: int, key_tokens: int) -> None:
@@ -181,49 +183,6 @@ def check_causal(is_causal: bool, query_tokens: int, key_tokens: int) -> None:
 def check_matching(matching: str) -> None:
     """Refuse an unknown criterion of moment matching."""
     check_choice("matching", matching, MATCHING_CRITERIA)
-
-
-def check_temperatures(
-    alpha: float | Tensor | None, beta: float | Tensor | None, *, is_causal: bool
-) -> None:
-    """Refuse α without β, and causal attention with statistics of its own sequence."""
-    if (alpha is None) != (beta is None):
-        given, missing = ("alpha", "beta") if beta is None else ("beta", "alpha")
-        raise InvalidInputError(
-            f"{given} was given without {missing}; give both, or neither to match the moments."
-        )
-    if alpha is None and is_causal:
-        raise CausalStatisticsError(
-            "causal attention cannot take alpha and beta from the sequence it processes, because "
-            "a statistic over all tokens lets every row see the future; pass alpha and beta "
-            "(fixed, learned, or from lln.match_moments on other data)."
-        )
-
-
-def check_options(
-    query: Tensor,
-    key: Tensor,
-    batch: int,
-    alpha: float | Tensor | None,
-    beta: float | Tensor | None,
-    matching: str,
-    *,
-    dropout_p: float,
-    is_causal: bool,
-) -> None:
-    """Refuse the options that dense and packed entry points share, as they got them.
-
-    Query and key are ``[B, H, T, D]`` or ``[T, H, D]``, with heads in axis 1 of both; ``batch`` is
-    B, or the number of packed sequences.
-    """
-    check_matching(matching)
-    check_dropout(dropout_p)
-    check_flag("is_causal", is_causal)
-    check_temperatures(alpha, beta, is_causal=is_causal)
-    if alpha is not None and beta is not None:
-        heads, key_heads = query.shape[1], key.shape[1]
-        check_temperature("alpha", alpha, batch, (heads,), query.device)
-        check_temperature("beta", beta, batch, (heads, key_heads), query.device)
 
 
 def check_temperature(
@@ -260,10 +219,7 @@ def check_per_head(
 ) -> None:
     """Refuse a tensor of α, β or offsets by dtype, shape or device; as `check_temperature`."""
     check_tensor(name, given)
-    if given.dtype not in FLOAT_DTYPES:
-        raise InvalidInputError(
-            f"{name} must be float64, float32, bfloat16 or float16, got {given.dtype}."
-        )
+    check_float(name, given.dtype)
     sizes = (1,) * (4 - given.dim()) + tuple(given.shape)
     fits = (
         len(sizes) == 4
@@ -278,10 +234,8 @@ def check_per_head(
             f"[{batch}, {heads[0]}, 1, 1], got shape {shape_of(given)}"
             f"{missing_axes(name, given, leads)}."
         )
-    if given.device != device and given.dim() > 0:
-        raise InvalidInputError(
-            f"{name} must be on the device of query, got {given.device} and {device}."
-        )
+    if given.dim() > 0:
+        check_device(name, given, device)
 
 
 def check_blocks(block_size: int, scale: float | None) -> None:
@@ -332,10 +286,8 @@ def check_mix(mix: float | Tensor, out_shape: tuple[int, ...], device: torch.dev
         check_tensor("mix", mix)
         if not mix.dtype.is_floating_point:
             raise InvalidInputError(f"mix must be floating point, got {mix.dtype}.")
-        if mix.device != device and mix.dim() > 0:
-            raise InvalidInputError(
-                f"mix must be on the device of query, got {mix.device} and {device}."
-            )
+        if mix.dim() > 0:
+            check_device("mix", mix, device)
         sizes = (1,) * (len(out_shape) - mix.dim()) + tuple(mix.shape)
         if len(sizes) != len(out_shape) or any(
             size not in (1, out) for size, out in zip(sizes, out_shape, strict=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lln.checks.arguments import check_count
-from lln.checks.tensors import check_tensor, shape_of
+from lln.checks.tensors import check_device, check_tensor, shape_of
 from lln.errors import InvalidInputError
 from lln.tracing import is_compiling, values_are_readable
 
@@ -43,10 +43,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> N
             f"cu_seqlens must be 1-D with one entry more than there are sequences, got shape "
             f"{shape_of(cu_seqlens)}."
         )
-    if cu_seqlens.device != device:
-        raise InvalidInputError(
-            f"cu_seqlens must be on the device of query, got {cu_seqlens.device} and {device}."
-        )
+    check_device("cu_seqlens", cu_seqlens, device)
     if values_are_readable(cu_seqlens):
         read_bounds(cu_seqlens, tokens)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lln.checks.arguments import MATCHING_CRITERIA, check_count, check_flag, check_per_head
 from lln.checks.names import shown
-from lln.checks.tensors import check_tensor, shape_of
+from lln.checks.tensors import check_device, check_tensor, shape_of
 from lln.errors import InvalidInputError
 from lln.tracing import values_are_readable
 
@@ -57,10 +57,7 @@ def check_keys(keys: int | Tensor, groups: tuple[int, ...], device: torch.device
             f"returns them for the same block_size, group_size and key_mask, got shape "
             f"{shape_of(keys)}."
         )
-    if keys.device != device:
-        raise InvalidInputError(
-            f"keys must be on the device of query, got {keys.device} and {device}."
-        )
+    check_device("keys", keys, device)
 
 
 def check_not_causal(is_causal: bool) -> None:

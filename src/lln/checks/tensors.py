@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lln.errors import BackendUnavailableError, InvalidInputError
 
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 def shape_of(tensor: Tensor) -> str:
     """The tensor's shape, as error messages print it."""
@@ -45,6 +47,22 @@ def check_tensor(name: str, given: object, what: str = "a torch.Tensor") -> None
         raise InvalidInputError(
             f"{name} is a sparse tensor ({given.layout}), which is not supported; give "
             f"{name}.to_dense()."
+        )
+
+
+def check_float(name: str, dtype: object, fix: str = "") -> None:
+    """Refuse a dtype that attention does not compute in."""
+    if dtype not in FLOAT_DTYPES:
+        raise InvalidInputError(
+            f"{name} must be float64, float32, bfloat16 or float16, got {dtype}{fix}."
+        )
+
+
+def check_device(name: str, given: Tensor, device: torch.device, owner: str = "query") -> None:
+    """Refuse a tensor on another device than its owner's."""
+    if given.device != device:
+        raise InvalidInputError(
+            f"{name} must be on the device of {owner}, got {given.device} and {device}."
         )
 
 

@@ -233,11 +233,7 @@ class KeySummary:
             ("value_width", value_width, 0),
         ):
             checks.check_count(name, size, least)
-        if dtype not in checks.FLOAT_DTYPES:
-            given = dtype if isinstance(dtype, torch.dtype) else shown(dtype)
-            raise InvalidInputError(
-                f"dtype must be float64, float32, bfloat16 or float16, got {given}."
-            )
+        checks.check_float("dtype", dtype if isinstance(dtype, torch.dtype) else shown(dtype))
         log_mass = torch.full((batch, heads, head_width), LOG_ZERO, dtype=dtype, device=device)
         checks.check_temperature("beta", beta, batch, (heads,), log_mass.device)
         centroid = torch.zeros(batch, heads, head_width, value_width, dtype=dtype, device=device)
@@ -330,7 +326,4 @@ def _check_query(query: Tensor, log_mass: Tensor) -> None:
         raise InvalidInputError(
             f"query must have {heads} heads or a multiple of it, got {query.shape[1]}."
         )
-    if query.device != log_mass.device:
-        raise InvalidInputError(
-            f"query must be on the device of the summary, got {query.device} and {log_mass.device}."
-        )
+    checks.check_device("query", query, log_mass.device, "the summary")

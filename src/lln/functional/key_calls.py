@@ -12,10 +12,10 @@ from lln.checks.call import Call
 from lln.cpu.run import choose_keys as choose_compiled
 from lln.eager.key_blocks import Groups, dense_blocks, packed_blocks
 from lln.eager.selection import choose, drop_repeats, seen_keys
-from lln.functional.match import measure_heads
+from lln.functional.match import measure_heads, with_temperatures
 from lln.kernels.keys.keys_ops import fused_choice
 from lln.matching.mass import keys_temperatures, mass_offset
-from lln.matching.moments import Moments, packed_moments, tensor_moments
+from lln.matching.moments import Moments, packed_moments
 
 
 def with_numbers(call: Call, impl: str) -> Call:
@@ -28,8 +28,11 @@ def with_numbers(call: Call, impl: str) -> Call:
         query, key = call.query.double(), call.key.double()
         measured = call.replace(query=query, key=key)
     moments = _moments(measured, impl)
-    if alpha is None:
-        alpha, beta = _temperatures(measured, moments)
+    if alpha is None and call.matching == "paper":
+        known = with_temperatures(measured, impl)
+        alpha, beta = known.alpha, known.beta
+    elif alpha is None:
+        alpha, beta = keys_temperatures(moments, call.query.shape[-1], call.matching)
     if offset is None:
         offset = mass_offset(moments, alpha, beta, call.query.shape[-1], call.scale)
     return call.replace(alpha=alpha, beta=beta, offset=offset)
@@ -73,21 +76,6 @@ def _moments(call: Call, impl: str) -> Moments:
     if call.bounds is None:
         return measure_heads(call.query, call.key, call.key_mask, impl)
     return packed_moments(call.query, call.key, call.bounds.long())
-
-
-def _temperatures(call: Call, moments: Moments) -> tuple[Tensor, Tensor]:
-    if call.matching == "paper":
-        return paper_temperatures(call)
-    return keys_temperatures(moments, call.query.shape[-1], call.matching)
-
-
-def paper_temperatures(call: Call) -> tuple[Tensor, Tensor]:
-    """α and β of ``matching="paper"``, ``[1, 1, 1, 1]``: one statistic over all tokens."""
-    query, key = call.query, call.key
-    if call.bounds is not None:
-        query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-    moments = tensor_moments(query, key, call.key_mask)
-    return keys_temperatures(moments, query.shape[-1], "paper")
 
 
 def _groups(call: Call) -> Groups:

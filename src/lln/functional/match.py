@@ -8,7 +8,6 @@ sequences.
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -31,7 +30,7 @@ def with_temperatures(call: Call, impl: str) -> Call:
     """The call with α and β in place.
 
     Args:
-        call: A call without exact keys.
+        call: A call without exact keys, or with ``matching="paper"``.
         impl: What computes them, as in `match_inputs`.
     """
     if call.alpha is not None or not call.has_temperatures:
@@ -86,16 +85,16 @@ def match_packed(
         matching: As in `match_inputs`.
         impl: As in `match_inputs`.
     """
-    if matching != "paper" and impl == "triton":
-        query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-        results = fused_moments(query, key, None, cu_seqlens, matching, longest)
-        return results[0], results[1]
     if matching != "paper" and impl == "cpu":
         return _match_in_turn(query, key, cu_seqlens, matching)
-    query, key = _measured(query, key, impl)
-    whole = cu_seqlens[[0, -1]] if matching == "paper" else cu_seqlens
-    measure = partial(packed_moments, centred=matching == "paper")
-    return matched(measure, query, key, whole.long(), criterion=matching)
+    if matching != "paper" and impl != "triton":
+        query, key = _measured(query, key, impl)
+        return matched(packed_moments, query, key, cu_seqlens.long(), criterion=matching)
+    query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
+    if matching == "paper":
+        return match_inputs(query, key, matching, None, impl)
+    results = fused_moments(query, key, None, cu_seqlens, matching, longest)
+    return results[0], results[1]
 
 
 def _match_in_turn(

@@ -19,7 +19,8 @@ from torch import Tensor
 from lln.checks.bounds import read_bounds
 from lln.checks.call import Call
 from lln.eager.padding import Padding, pad_sequences
-from lln.functional.key_calls import complete, paper_temperatures
+from lln.functional.key_calls import complete
+from lln.functional.match import with_temperatures
 from lln.kernels.launching.limits import MAX_GRID
 from lln.observers import announce_call, is_observed
 
@@ -114,10 +115,9 @@ def pad_call(call: Call, impl: str) -> PaddedCall:
         max(1, MAX_GRID // (heads + call.key.shape[1])),
         call.query.device,
     )
-    if call.alpha is None and call.matching == "paper":
+    if call.matching == "paper":
         # One statistic over the tokens of all sequences.
-        alpha, beta = paper_temperatures(call)
-        call = call.replace(alpha=alpha, beta=beta)
+        call = with_temperatures(call, impl)
     sides = zip(*(padding.pad(side) for side in call.qkv), strict=True)
     scalars = (call.alpha, call.beta, call.offset)
     numbers = zip(*(padding.divide(side) for side in scalars), strict=True)

@@ -340,11 +340,7 @@ def _key_mask_of_padding(key_padding_mask: Tensor, key: Tensor) -> Tensor:
             f"key_padding_mask must be [B, S] = {list(key.shape[:2])}, got "
             f"{checks.shape_of(key_padding_mask)}."
         )
-    if key_padding_mask.device != key.device:
-        raise InvalidInputError(
-            f"key_padding_mask must be on the device of key, got {key_padding_mask.device} and "
-            f"{key.device}."
-        )
+    checks.check_device("key_padding_mask", key_padding_mask, key.device, "key")
     if key_padding_mask.dtype == torch.bool:
         return ~key_padding_mask
     if not key_padding_mask.dtype.is_floating_point:
