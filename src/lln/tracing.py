@@ -73,11 +73,6 @@ def is_watched(tensor: Tensor) -> bool:
     )
 
 
-def is_moded() -> bool:
-    """Whether a dispatch or function mode of PyTorch is active in this thread."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
-
-
 def is_untraced(*sides: object) -> bool:
     """Whether all tensors among these are plain ones, and nobody traces the call."""
     if _is_traced():
@@ -96,7 +91,10 @@ def is_untraced_on_cpu(*sides: object) -> bool:
 
 
 def _is_traced() -> bool:
-    return is_compiling() or is_moded() or is_transformed() or forward_ad._current_level >= 0
+    """By a compiler, a mode of PyTorch in this thread, a transform or forward derivatives."""
+    if is_compiling() or is_transformed() or forward_ad._current_level >= 0:
+        return True
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 def is_capturing() -> bool:

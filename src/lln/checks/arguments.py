@@ -19,12 +19,12 @@ from torch import Tensor
 from lln.checks.names import check_choice, shown
 from lln.checks.tensors import (
     FLOAT_DTYPES,
-    check_device,
-    check_float,
     check_recorder,
     check_tensor,
     missing_axes,
     shape_of,
+    wrong_device,
+    wrong_dtype,
 )
 from lln.errors import InvalidInputError
 from lln.tracing import is_compiling, values_are_readable
@@ -44,10 +44,6 @@ def check_qkv(
         value: Like key, with width E.
         layout: ``"dense"`` or ``"packed"``.
         enable_gqa: Whether key and value may have fewer heads than query.
-
-    Raises:
-        InvalidInputError: With one sentence that names the argument.
-        BackendUnavailableError: Under ``torch.jit.trace``.
     """
     check_recorder()
     check_flag("enable_gqa", enable_gqa)
@@ -66,7 +62,7 @@ def check_qkv(
             )
         if tensor.dtype not in FLOAT_DTYPES:
             fix = f"; give {name}.dequantize()" if tensor.is_quantized else ""
-            check_float(name, tensor.dtype, fix)
+            raise wrong_dtype(name, tensor.dtype, fix)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise InvalidInputError(
@@ -78,7 +74,6 @@ def check_qkv(
                 f"query, key and value must be on one device, got query on {query.device} "
                 f"and {name} on {tensor.device}."
             )
-    head_axis, token_axis = (1, 2) if layout == "dense" else (1, 0)
     if query.shape[-1] != key.shape[-1]:
         raise InvalidInputError(
             f"query and key must have the same head width, got {query.shape[-1]} and "
@@ -86,16 +81,12 @@ def check_qkv(
         )
     if query.shape[-1] == 0:
         raise InvalidInputError("the head width of query and key must be at least 1, got 0.")
-    if key.shape[token_axis] != value.shape[token_axis]:
-        raise InvalidInputError(
-            f"key and value must have the same number of tokens, got {key.shape[token_axis]} and "
-            f"{value.shape[token_axis]}."
-        )
-    if key.shape[head_axis] != value.shape[head_axis]:
-        raise InvalidInputError(
-            f"key and value must have the same number of heads, got {key.shape[head_axis]} and "
-            f"{value.shape[head_axis]}."
-        )
+    for what, axis in (("tokens", 2 if layout == "dense" else 0), ("heads", 1)):
+        if key.shape[axis] != value.shape[axis]:
+            raise InvalidInputError(
+                f"key and value must have the same number of {what}, got {key.shape[axis]} and "
+                f"{value.shape[axis]}."
+            )
     if layout == "dense":
         for name, tensor in (("key", key), ("value", value)):
             if tensor.shape[0] != query.shape[0]:
@@ -108,7 +99,7 @@ def check_qkv(
             f"packed query and key must have the same number of tokens, got {query.shape[0]} and "
             f"{key.shape[0]}."
         )
-    _check_heads(query.shape[head_axis], key.shape[head_axis], enable_gqa)
+    _check_heads(query.shape[1], key.shape[1], enable_gqa)
 
 
 def _are_alike(query: Tensor, key: Tensor, value: Tensor, rank: int) -> bool:
@@ -167,7 +158,8 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
         raise InvalidInputError(
             f"key_mask must be [B, S] = {list(expected)}, got {shape_of(key_mask)}."
         )
-    check_device("key_mask", key_mask, key.device, "key")
+    if key_mask.device != key.device:
+        raise wrong_device("key_mask", key_mask, key.device, "key")
 
 
 def check_causal(is_causal: bool, query_tokens: int, key_tokens: int) -> None:
@@ -190,12 +182,7 @@ def check_temperature(
 ) -> None:
     """Refuse an α or β that is not a positive number or does not broadcast to ``[B, H, 1, 1]``.
 
-    Args:
-        name: ``"alpha"`` or ``"beta"``.
-        given: The argument.
-        batch: B, or the number of packed sequences.
-        heads: The head counts it may have.
-        device: Where the tensors live.
+    ``batch`` is B, or the number of packed sequences; ``heads`` are the head counts it may have.
     """
     if type(given) is float and 0 < given < math.inf:
         return
@@ -219,7 +206,8 @@ def check_per_head(
 ) -> None:
     """Refuse a tensor of α, β or offsets by dtype, shape or device; as `check_temperature`."""
     check_tensor(name, given)
-    check_float(name, given.dtype)
+    if given.dtype not in FLOAT_DTYPES:
+        raise wrong_dtype(name, given.dtype)
     sizes = (1,) * (4 - given.dim()) + tuple(given.shape)
     fits = (
         len(sizes) == 4
@@ -234,8 +222,8 @@ def check_per_head(
             f"[{batch}, {heads[0]}, 1, 1], got shape {shape_of(given)}"
             f"{missing_axes(name, given, leads)}."
         )
-    if given.dim() > 0:
-        check_device(name, given, device)
+    if given.device != device and given.dim() > 0:
+        raise wrong_device(name, given, device)
 
 
 def check_blocks(block_size: int, scale: float | None) -> None:
@@ -286,8 +274,8 @@ def check_mix(mix: float | Tensor, out_shape: tuple[int, ...], device: torch.dev
         check_tensor("mix", mix)
         if not mix.dtype.is_floating_point:
             raise InvalidInputError(f"mix must be floating point, got {mix.dtype}.")
-        if mix.dim() > 0:
-            check_device("mix", mix, device)
+        if mix.device != device and mix.dim() > 0:
+            raise wrong_device("mix", mix, device)
         sizes = (1,) * (len(out_shape) - mix.dim()) + tuple(mix.shape)
         if len(sizes) != len(out_shape) or any(
             size not in (1, out) for size, out in zip(sizes, out_shape, strict=True)

@@ -101,7 +101,11 @@ class Call(NamedTuple):
     def with_fitted_blocks(self, longest: int | None = None) -> Call:
         """With blocks and windows that do not reach far beyond the longest sequence, if known."""
         if self.window:
-            return self._with_fitted_window()
+            # A window of all tokens shows no fewer than a larger one.
+            tokens = self.key.shape[2] if self.bounds is None else self.longest
+            tokens = self.key.shape[0] if tokens is None else tokens
+            holds = always_holds if is_compiling() else bool
+            return self.replace(window=max(tokens, 1)) if holds(self.window > tokens) else self
         if not self.block_size:
             return self
         tokens = longest
@@ -112,13 +116,6 @@ class Call(NamedTuple):
         if size == self.block_size:
             return self
         return self.replace(block_size=size, group_size=group if self.group_size else 0)
-
-    def _with_fitted_window(self) -> Call:
-        """A window of all tokens shows no fewer than a larger one."""
-        tokens = self.key.shape[2] if self.bounds is None else self.longest
-        tokens = self.key.shape[0] if tokens is None else tokens
-        holds = always_holds if is_compiling() else bool
-        return self.replace(window=max(tokens, 1)) if holds(self.window > tokens) else self
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,6 +136,12 @@ class Call(NamedTuple):
     def factor(self) -> float:
         """What the scores of softmax attention are multiplied with."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
+
+    @property
+    def sight(self) -> dict[str, Any]:
+        """Of ``"pages"``: what a query sees beside its pages, and how pages lie."""
+        names = ("window", "sinks", "page_size", "key_mask", "is_causal")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def block_rows(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lln.checks.arguments import check_count
 from lln.checks.call import Call
-from lln.checks.tensors import check_device, check_tensor, shape_of
+from lln.checks.tensors import check_tensor, shape_of, wrong_device
 from lln.errors import InvalidInputError
 
 
@@ -72,4 +72,5 @@ def _check_numbers(call: Call) -> None:
             f"pages must be numbers [B, Hk, T, P] = [{batch}, {heads}, {tokens}, P] as "
             f"lln.choose_pages returns them, got shape {shape_of(pages)}."
         )
-    check_device("pages", pages, call.query.device)
+    if pages.device != call.query.device:
+        raise wrong_device("pages", pages, call.query.device)

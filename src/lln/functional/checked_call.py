@@ -34,9 +34,6 @@ def checked_call(call: Call, operation: str, enable_gqa: bool) -> Call:
             ``group_size`` may be None.
         operation: The name of the entry point, for messages.
         enable_gqa: Whether key and value may have fewer heads than query.
-
-    Raises:
-        InvalidInputError: One sentence on what does not fit.
     """
     query, key, value = cast_for_autocast(*call.qkv)
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from lln.checks.call import Call
@@ -21,7 +23,7 @@ class KeyKernels(KernelWay):
 
     def why_not(self, call: Call) -> str | None:
         """See `Way.why_not`."""
-        return super().why_not(call) or _why_not_taken(call) or _why_not_chosen(call)
+        return super().why_not(call) or _why_not_taken(call)
 
     def prepare(self, call: Call) -> Prepared:
         """See `Way.prepare`."""
@@ -44,22 +46,14 @@ class KeyKernels(KernelWay):
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
-        del prepared
-        return fused_keys(
-            *call.qkv,
-            call.alpha,
-            call.beta,
-            call.offset,
-            call.keys,
-            key_mask=call.key_mask,
-            block_size=call.block_size,
-            group_size=call.group_size,
-            scale=call.scale,
-        )
+        numbers = (call.alpha, call.beta, call.offset)
+        form = {"block_size": call.block_size, "group_size": call.group_size}
+        options: dict[str, Any] = {"key_mask": call.key_mask, "scale": call.scale, **form}
+        return fused_keys(*call.qkv, *numbers, call.keys, **options)
 
 
 def _why_not_taken(call: Call) -> str | None:
-    """Why the kernels attend to no such blocks and groups."""
+    """Why the kernels attend to no such blocks and groups, or choose no so many keys."""
     if call.bounds is not None:
         if isinstance(call.keys, Tensor):
             return "takes no indices of keys in packed sequences"
@@ -67,12 +61,7 @@ def _why_not_taken(call: Call) -> str | None:
             return "reads cu_seqlens where keys are exact, which a compiler or transform hides"
         if is_capturing():
             return "reads cu_seqlens where keys are exact, which a CUDA graph cannot wait for"
-    return why_no_keys(call.query, call.value.shape[-1], call.block_size, call.group_size)
-
-
-def _why_not_chosen(call: Call) -> str | None:
-    """Why the kernels cannot choose so many keys."""
-    keys = call.keys
-    if isinstance(keys, int) and keys > MAX_CHOSEN:
-        return f"chooses at most {MAX_CHOSEN} keys, not {keys}"
-    return None
+    reason = why_no_keys(call.query, call.value.shape[-1], call.block_size, call.group_size)
+    if reason is None and isinstance(call.keys, int) and call.keys > MAX_CHOSEN:
+        return f"chooses at most {MAX_CHOSEN} keys, not {call.keys}"
+    return reason

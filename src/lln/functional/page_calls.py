@@ -29,25 +29,12 @@ def with_pages(call: Call, impl: str, is_step: bool = False) -> Call:
 def choose_for(call: Call, impl: str, is_step: bool = False) -> Tensor:
     """The pages that a dense call asks for by number: ``[B, Hk, T, P]``.
 
-    Args:
-        call: The call.
-        impl: What chooses.
-        is_step: Whether plain PyTorch chooses for the last token alone (`lln.eager.page_step`).
+    ``is_step`` lets plain PyTorch choose for the last token alone (`lln.eager.page_step`).
     """
     query = call.query if call.choice_query is None else call.choice_query
     key = call.key if call.choice_key is None else call.choice_key
     if impl == "triton":
-        return fused_page_choice(
-            query,
-            key,
-            call.keys,
-            window=call.window,
-            sinks=call.sinks,
-            page_size=call.page_size,
-            key_mask=call.key_mask,
-            is_causal=call.is_causal,
-            scale=call.factor,
-        )
+        return fused_page_choice(query, key, call.keys, scale=call.factor, **call.sight)
     if is_step:
         return choose_step(query.detach(), key.detach(), call.keys, Sight.of(call), call.factor)
     dtype = accumulation_dtype(query.dtype)

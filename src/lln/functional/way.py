@@ -46,12 +46,10 @@ class Way:
 
     def why_not(self, call: Call) -> str | None:
         """Why it cannot compute a call, as the middle of a sentence; None if it can."""
-        del call
         return None
 
     def pays(self, call: Call) -> bool:
         """Whether ``impl="auto"`` should take it for a call that it can compute."""
-        del call
         return True
 
     def prepare(self, call: Call) -> Prepared:
@@ -60,7 +58,6 @@ class Way:
 
     def describe(self, prepared: Prepared) -> str:
         """A sentence on what computes a prepared call."""
-        del prepared
         return f"Computed by: {self.name}."
 
     def run(self, call: Call, prepared: Prepared) -> Tensor:

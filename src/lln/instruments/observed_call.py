@@ -137,15 +137,8 @@ def _page_pairs(seen: Call) -> Tensor | None:
     """Which pairs the softmax over a window, sinks and pages holds; None = too many to form."""
     if seen.bounds is not None or seen.query.shape[2] * seen.key.shape[2] > _LARGEST_MATRIX:
         return None
-    return page_pairs(
-        repeat_heads(seen.keys, seen.query.shape[1]),
-        seen.key.shape[2],
-        window=seen.window,
-        sinks=seen.sinks,
-        page_size=seen.page_size,
-        key_mask=seen.key_mask,
-        is_causal=seen.is_causal,
-    )
+    pages = repeat_heads(seen.keys, seen.query.shape[1])
+    return page_pairs(pages, seen.key.shape[2], **seen.sight)
 
 
 def measure(seen: SeenCall, instruments: Sequence[str]) -> tuple[dict[str, Tensor], str]:

@@ -159,7 +159,8 @@ def _check_stochastic(matrix: Tensor) -> Tensor:
             f"matrix must be [..., T, S] with at least one row and column, got shape "
             f"{checks.shape_of(matrix)}."
         )
-    checks.check_float("matrix", matrix.dtype)
+    if matrix.dtype not in checks.FLOAT_DTYPES:
+        raise checks.wrong_dtype("matrix", matrix.dtype)
     if bool((matrix < 0).any()):
         raise InvalidInputError(
             f"matrix must hold probabilities, got the negative entry {matrix.min().item():g}."
