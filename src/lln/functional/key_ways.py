@@ -53,7 +53,7 @@ class KeyKernels(KernelWay):
 
 
 def _why_not_taken(call: Call) -> str | None:
-    """Why the kernels attend to no such blocks and groups, or choose no so many keys."""
+    """Why the kernels take no such blocks, groups and numbers of keys."""
     if call.bounds is not None:
         if isinstance(call.keys, Tensor):
             return "takes no indices of keys in packed sequences"
