@@ -38,8 +38,7 @@ from lln.nn.multihead import (
     PageAttention,
     WindowAttention,
 )
-from lln.nn.page_heads import PageCore
-from lln.nn.window import WindowCore
+from lln.nn.window import PageCore, WindowCore
 
 if TYPE_CHECKING:
     from lln import instruments as instruments

@@ -30,9 +30,7 @@ _TORCH = re.compile(r"PytorchStreamWriter failed|iostream error|inline_container
 def check_folder(path: Path, name: str) -> None:
     """Refuse a path where no folder could be made or used, before there is anything to write.
 
-    Args:
-        path: The folder, which may already exist.
-        name: The option or argument that gave it, such as ``--out``.
+    It may already exist; ``name`` is the option or argument that gave it, such as ``--out``.
     """
     if path.exists() and not path.is_dir():
         raise InvalidInputError(
@@ -45,10 +43,7 @@ def check_folder(path: Path, name: str) -> None:
 def check_free(target: Path, overwrite: bool, name: str) -> None:
     """Refuse a new folder that cannot be created, or that would replace what must not be replaced.
 
-    Args:
-        target: The folder to create.
-        overwrite: Whether it may replace a checkpoint folder.
-        name: The option or argument that gave it.
+    ``overwrite`` lets it replace a checkpoint folder.
     """
     if not target.exists():
         check_writable(target, target.parent, name)

@@ -74,11 +74,6 @@ def is_watched(tensor: Tensor) -> bool:
     )
 
 
-def is_moded() -> bool:
-    """Whether a dispatch or function mode of PyTorch is active in this thread."""
-    return bool(_len_torch_dispatch_stack() or _len_torch_function_stack())
-
-
 def is_untraced(*sides: object) -> bool:
     """Whether all tensors among these are plain ones, and nobody traces the call."""
     if _is_traced():
@@ -98,6 +93,7 @@ def is_untraced_on_cpu(*sides: object) -> bool:
 
 
 def _is_traced() -> bool:
+    """By a compiler, a mode of PyTorch in this thread, a transform or forward derivatives."""
     return (
         is_compiling()
         or _len_torch_dispatch_stack() > 0

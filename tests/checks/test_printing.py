@@ -5,10 +5,10 @@ import torch
 
 import lln
 from lln import instruments
+from lln.checks.call import Call
 from lln.instruments.measurements import Measurement
 from lln.instruments.observed_call import SeenCall
 from lln.integrations.streaming import Past
-from lln.observers import Announcement
 
 KEY, VALUE = torch.randn(2, 2, 4, 64, 8).unbind()
 SUMMARY = lln.KeySummary.of(KEY, VALUE, 2.0)
@@ -21,12 +21,12 @@ SUMMARY = lln.KeySummary.of(KEY, VALUE, 2.0)
         (lln.KeySummary.of(KEY, VALUE, torch.ones(4, 1, 1)), ("beta=float32[4, 1, 1]",)),
         (lln.KeySummary.empty(1, 2, 3, 4, 1.0, device="meta"), ("float32[1, 2, 3] on meta",)),
         (instruments.log_normality(KEY, KEY), ("LogNormality(", "float64[2, 4]")),
-        (Announcement("lln", KEY, KEY), ("kind='lln'", "query=float32[2, 4, 64, 8]")),
+        (Call("lln", KEY, KEY, KEY), ("kind='lln'", "query=float32[2, 4, 64, 8]")),
         (SeenCall("a", 0, "lln", KEY, KEY, {"alpha": KEY}), ("{'alpha': float32[2, 4, 64, 8]}",)),
         (Measurement("a", 0, "lln", 64, 64, 0, {"ks": KEY}), ("{'ks': float32[2, 4, 64, 8]}",)),
         (Past(KEY), ("Past(log_mass=float32[2, 4, 64, 8]", "centroid=None")),
     ],
-    ids=["summary", "beta", "meta", "log_normality", "announcement", "call", "measurement", "past"],
+    ids=["summary", "beta", "meta", "log_normality", "call", "seen", "measurement", "past"],
 )
 def test_one_line_of_shapes(thing, parts):
     text = repr(thing)

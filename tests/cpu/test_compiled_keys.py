@@ -289,7 +289,7 @@ def test_who_listens_hears_what_is_computed(is_packed, taken):
         remove_observer(heard.append)
     assert "forward_keys" in taken
     (said,) = heard
-    options["keys"] = said.indices
+    options["keys"] = said.keys
     if is_packed:
         again = lln.lln_keys_attention_varlen(*rows, BOUNDS, impl="eager", **GIVEN, **options)
     else:

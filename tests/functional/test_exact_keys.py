@@ -685,10 +685,10 @@ def test_calls_are_announced(group):
     assert call.group_size == (group or 8)
     assert call.offset.shape == call.alpha.shape == call.beta.shape == (2, 2, 1, 1)
     wanted = choose_keys(query, key, 4, **choice)
-    assert torch.equal(call.indices, wanted)
+    assert torch.equal(call.keys, wanted)
     again = lln_keys_attention(
         *(query, key, value),
-        **{"alpha": call.alpha, "beta": call.beta, "offset": call.offset, "keys": call.indices},
+        **{"alpha": call.alpha, "beta": call.beta, "offset": call.offset, "keys": call.keys},
         **{"block_size": 8, "group_size": call.group_size},
     )
     torch.testing.assert_close(again, lln_keys_attention(query, key, value, keys=4, **choice))
@@ -703,7 +703,7 @@ def test_packed_calls_are_announced():
             *sides, bounds, block_size=8, keys=4, group_size=4, enable_gqa=True
         )
     )
-    assert call.cu_seqlens is bounds
+    assert call.bounds is bounds
     assert call.group_size == 4
     assert call.offset.shape == (4, 4, 1, 1)
-    assert call.indices.shape == (4, (52 // 8 + 4) * 2, 4)
+    assert call.keys.shape == (4, (52 // 8 + 4) * 2, 4)

@@ -217,14 +217,14 @@ def test_announced_as_a_packed_call(padding, name, choice, form):
     )
     assert len(padding) > 0
     assert found.query is sides[0]
-    assert torch.equal(found.cu_seqlens, plain.cu_seqlens)
+    assert torch.equal(found.bounds, plain.bounds)
     assert found.key_mask is None
     assert found.group_size == plain.group_size
-    assert found.indices.shape == plain.indices.shape
-    assert found.indices.dtype == plain.indices.dtype
+    assert found.keys.shape == plain.keys.shape
+    assert found.keys.dtype == plain.keys.dtype
     queries = groups_with_queries(lengths, 8, found.group_size)
-    assert torch.equal(found.indices[:, queries], plain.indices[:, queries])
-    assert not (found.indices[:, ~queries] >= 0).any()
+    assert torch.equal(found.keys[:, queries], plain.keys[:, queries])
+    assert not (found.keys[:, ~queries] >= 0).any()
     filled = torch.tensor(lengths) > 0
     for part in ("alpha", "beta", "offset"):
         one, other = getattr(found, part), getattr(plain, part)

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 import lln
+from lln.checks.call import Call
+from lln.eager import run
+from lln.functional import page_calls, ways
 from lln.testing import make_qkv
 
 FORM = {"window": 6, "sinks": 3, "pages": 3, "page_size": 4, "is_causal": True}
@@ -91,3 +94,27 @@ def test_nothing_unseen_shows_and_infinity_does():
         infinite = key.clone()
         infinite[:, :, 58, 0] = infinity
         assert lln.page_attention(step["query"], infinite, value, **form).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("queries", "options", "is_step"),
+    [
+        (1, {"is_causal": True}, True),
+        (1, {"is_causal": True, "dropout_p": 0.5}, False),
+        (1, {}, False),
+        (2, {"is_causal": True}, False),
+    ],
+)
+def test_the_plan_says_what_runs(queries, options, is_step, monkeypatch):
+    query, key, value = make_qkv(heads=2, tokens=40)
+    form = {"window": 6, "sinks": 3, "page_size": 4, **options}
+    call = Call("pages", query[:, :, -queries:], key, value, keys=3, **form)
+    prepared = ways.prepare(call, "eager")
+    assert ("the last token alone" in str(prepared)) == is_step
+    taken = []
+    for home, name in ((page_calls, "choose_step"), (run, "attend_step")):
+        make = getattr(home, name)
+        note = lambda *args, make=make: taken.append(make.__name__) or make(*args)  # noqa: E731
+        monkeypatch.setattr(home, name, note)
+    prepared.run(call)
+    assert taken == (["choose_step", "attend_step"] if is_step else [])

@@ -15,6 +15,7 @@ from tests.instruments.dense import (
 )
 
 from lln import instruments
+from lln.functional.statistics import matched_temperatures
 from lln.instruments import of_matrix
 from lln.testing import make_qkv
 
@@ -175,7 +176,7 @@ def test_packed_sequences_equal_one_call_each(kind, is_causal):
 
 def test_packed_matching_over_all_tokens_with_the_authors_constants():
     query, key, _ = make_qkv(1, 2, 40, 8)
-    alpha, beta = instruments.head_groups.matched_temperatures(query, key, "paper", None, "eager")
+    alpha, beta = matched_temperatures(query, key, "paper", None, "eager")
     packed = [side[0].transpose(0, 1) for side in (query, key)]
     bounds = torch.tensor([0, 15, 40])
     found = instruments.entropy(*packed, kind="lln", matching="paper", cu_seqlens=bounds)

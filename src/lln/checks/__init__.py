@@ -6,8 +6,7 @@
 else may have written, and ``schema`` compares what they hold with what is expected.
 """
 
-from lln.checks.arguments import (
-    FLOAT_DTYPES,
+from lln.checks.arguments import (  # noqa: F401
     check_block_size,
     check_blocks,
     check_causal,
@@ -18,30 +17,9 @@ from lln.checks.arguments import (
     check_key_mask,
     check_matching,
     check_mix,
-    check_options,
     check_qkv,
     check_scale,
     check_self_attention,
     check_temperature,
 )
-from lln.checks.tensors import shape_of
-
-__all__ = [
-    "FLOAT_DTYPES",
-    "check_block_size",
-    "check_blocks",
-    "check_causal",
-    "check_count",
-    "check_dropout",
-    "check_flag",
-    "check_impl",
-    "check_key_mask",
-    "check_matching",
-    "check_mix",
-    "check_options",
-    "check_qkv",
-    "check_scale",
-    "check_self_attention",
-    "check_temperature",
-    "shape_of",
-]
+from lln.checks.tensors import FLOAT_DTYPES, shape_of, wrong_device, wrong_dtype  # noqa: F401

@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from lln.checks.names import check_choice, shown
-from lln.checks.tensors import check_recorder, check_tensor, missing_axes, shape_of
-from lln.errors import CausalStatisticsError, InvalidInputError
+from lln.checks.tensors import (
+    FLOAT_DTYPES,
+    check_recorder,
+    check_tensor,
+    missing_axes,
+    shape_of,
+    wrong_device,
+    wrong_dtype,
+)
+from lln.errors import InvalidInputError
 from lln.tracing import is_compiling, values_are_readable
 
-FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MATCHING_CRITERIA = ("variance", "entropy", "paper")
 IMPLEMENTATIONS = ("auto", "eager", "cpu", "triton", "reference")
 
@@ -37,10 +44,6 @@ def check_qkv(
         value: Like key, with width E.
         layout: ``"dense"`` or ``"packed"``.
         enable_gqa: Whether key and value may have fewer heads than query.
-
-    Raises:
-        InvalidInputError: With one sentence that names the argument.
-        BackendUnavailableError: Under ``torch.jit.trace``.
     """
     check_recorder()
     check_flag("enable_gqa", enable_gqa)
@@ -59,9 +62,7 @@ def check_qkv(
             )
         if tensor.dtype not in FLOAT_DTYPES:
             fix = f"; give {name}.dequantize()" if tensor.is_quantized else ""
-            raise InvalidInputError(
-                f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}{fix}."
-            )
+            raise wrong_dtype(name, tensor.dtype, fix)
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != query.dtype:
             raise InvalidInputError(
@@ -73,7 +74,6 @@ def check_qkv(
                 f"query, key and value must be on one device, got query on {query.device} "
                 f"and {name} on {tensor.device}."
             )
-    head_axis, token_axis = (1, 2) if layout == "dense" else (1, 0)
     if query.shape[-1] != key.shape[-1]:
         raise InvalidInputError(
             f"query and key must have the same head width, got {query.shape[-1]} and "
@@ -81,16 +81,12 @@ def check_qkv(
         )
     if query.shape[-1] == 0:
         raise InvalidInputError("the head width of query and key must be at least 1, got 0.")
-    if key.shape[token_axis] != value.shape[token_axis]:
-        raise InvalidInputError(
-            f"key and value must have the same number of tokens, got {key.shape[token_axis]} and "
-            f"{value.shape[token_axis]}."
-        )
-    if key.shape[head_axis] != value.shape[head_axis]:
-        raise InvalidInputError(
-            f"key and value must have the same number of heads, got {key.shape[head_axis]} and "
-            f"{value.shape[head_axis]}."
-        )
+    for what, axis in (("tokens", 2 if layout == "dense" else 0), ("heads", 1)):
+        if key.shape[axis] != value.shape[axis]:
+            raise InvalidInputError(
+                f"key and value must have the same number of {what}, got {key.shape[axis]} and "
+                f"{value.shape[axis]}."
+            )
     if layout == "dense":
         for name, tensor in (("key", key), ("value", value)):
             if tensor.shape[0] != query.shape[0]:
@@ -103,7 +99,7 @@ def check_qkv(
             f"packed query and key must have the same number of tokens, got {query.shape[0]} and "
             f"{key.shape[0]}."
         )
-    _check_heads(query.shape[head_axis], key.shape[head_axis], enable_gqa)
+    _check_heads(query.shape[1], key.shape[1], enable_gqa)
 
 
 def _are_alike(query: Tensor, key: Tensor, value: Tensor, rank: int) -> bool:
@@ -163,9 +159,7 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
             f"key_mask must be [B, S] = {list(expected)}, got {shape_of(key_mask)}."
         )
     if key_mask.device != key.device:
-        raise InvalidInputError(
-            f"key_mask must be on the device of key, got {key_mask.device} and {key.device}."
-        )
+        raise wrong_device("key_mask", key_mask, key.device, "key")
 
 
 def check_causal(is_causal: bool, query_tokens: int, key_tokens: int) -> None:
@@ -183,60 +177,12 @@ def check_matching(matching: str) -> None:
     check_choice("matching", matching, MATCHING_CRITERIA)
 
 
-def check_temperatures(
-    alpha: float | Tensor | None, beta: float | Tensor | None, *, is_causal: bool
-) -> None:
-    """Refuse α without β, and causal attention with statistics of its own sequence."""
-    if (alpha is None) != (beta is None):
-        given, missing = ("alpha", "beta") if beta is None else ("beta", "alpha")
-        raise InvalidInputError(
-            f"{given} was given without {missing}; give both, or neither to match the moments."
-        )
-    if alpha is None and is_causal:
-        raise CausalStatisticsError(
-            "causal attention cannot take alpha and beta from the sequence it processes, because "
-            "a statistic over all tokens lets every row see the future; pass alpha and beta "
-            "(fixed, learned, or from lln.match_moments on other data)."
-        )
-
-
-def check_options(
-    query: Tensor,
-    key: Tensor,
-    batch: int,
-    alpha: float | Tensor | None,
-    beta: float | Tensor | None,
-    matching: str,
-    *,
-    dropout_p: float,
-    is_causal: bool,
-) -> None:
-    """Refuse the options that dense and packed entry points share, as they got them.
-
-    Query and key are ``[B, H, T, D]`` or ``[T, H, D]``, with heads in axis 1 of both; ``batch`` is
-    B, or the number of packed sequences.
-    """
-    check_matching(matching)
-    check_dropout(dropout_p)
-    check_flag("is_causal", is_causal)
-    check_temperatures(alpha, beta, is_causal=is_causal)
-    if alpha is not None and beta is not None:
-        heads, key_heads = query.shape[1], key.shape[1]
-        check_temperature("alpha", alpha, batch, (heads,), query.device)
-        check_temperature("beta", beta, batch, (heads, key_heads), query.device)
-
-
 def check_temperature(
     name: str, given: float | Tensor, batch: int, heads: tuple[int, ...], device: torch.device
 ) -> None:
     """Refuse an α or β that is not a positive number or does not broadcast to ``[B, H, 1, 1]``.
 
-    Args:
-        name: ``"alpha"`` or ``"beta"``.
-        given: The argument.
-        batch: B, or the number of packed sequences.
-        heads: The head counts it may have.
-        device: Where the tensors live.
+    ``batch`` is B, or the number of packed sequences; ``heads`` are the head counts it may have.
     """
     if type(given) is float and 0 < given < math.inf:
         return
@@ -261,9 +207,7 @@ def check_per_head(
     """Refuse a tensor of α, β or offsets by dtype, shape or device; as `check_temperature`."""
     check_tensor(name, given)
     if given.dtype not in FLOAT_DTYPES:
-        raise InvalidInputError(
-            f"{name} must be float64, float32, bfloat16 or float16, got {given.dtype}."
-        )
+        raise wrong_dtype(name, given.dtype)
     sizes = (1,) * (4 - given.dim()) + tuple(given.shape)
     fits = (
         len(sizes) == 4
@@ -279,9 +223,7 @@ def check_per_head(
             f"{missing_axes(name, given, leads)}."
         )
     if given.device != device and given.dim() > 0:
-        raise InvalidInputError(
-            f"{name} must be on the device of query, got {given.device} and {device}."
-        )
+        raise wrong_device(name, given, device)
 
 
 def check_blocks(block_size: int, scale: float | None) -> None:
@@ -333,9 +275,7 @@ def check_mix(mix: float | Tensor, out_shape: tuple[int, ...], device: torch.dev
         if not mix.dtype.is_floating_point:
             raise InvalidInputError(f"mix must be floating point, got {mix.dtype}.")
         if mix.device != device and mix.dim() > 0:
-            raise InvalidInputError(
-                f"mix must be on the device of query, got {mix.device} and {device}."
-            )
+            raise wrong_device("mix", mix, device)
         sizes = (1,) * (len(out_shape) - mix.dim()) + tuple(mix.shape)
         if len(sizes) != len(out_shape) or any(
             size not in (1, out) for size, out in zip(sizes, out_shape, strict=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lln.checks.arguments import check_count
-from lln.checks.tensors import check_tensor, shape_of
+from lln.checks.tensors import check_tensor, shape_of, wrong_device
 from lln.errors import InvalidInputError
 from lln.tracing import is_compiling, values_are_readable
 
@@ -24,17 +24,7 @@ def check_bounds(
     Returns:
         The length of the longest sequence; None if it is unknown.
     """
-    check_cu_seqlens(cu_seqlens, query.shape[0], query.device)
-    if key_mask is not None:
-        raise InvalidInputError(
-            "key_mask and cu_seqlens cannot be combined: packed sequences carry no padding; drop "
-            "the masked tokens before packing, or use the dense function with key_mask."
-        )
-    return check_max_seqlen(max_seqlen, cu_seqlens, query.shape[0])
-
-
-def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> None:
-    """Refuse sequence bounds that do not run from 0 to T without decreasing."""
+    tokens = query.shape[0]
     check_tensor("cu_seqlens", cu_seqlens, "an int32 or int64 tensor")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise InvalidInputError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
@@ -43,12 +33,29 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, device: torch.device) -> N
             f"cu_seqlens must be 1-D with one entry more than there are sequences, got shape "
             f"{shape_of(cu_seqlens)}."
         )
-    if cu_seqlens.device != device:
-        raise InvalidInputError(
-            f"cu_seqlens must be on the device of query, got {cu_seqlens.device} and {device}."
-        )
-    if values_are_readable(cu_seqlens):
+    if cu_seqlens.device != query.device:
+        raise wrong_device("cu_seqlens", cu_seqlens, query.device)
+    are_readable = values_are_readable(cu_seqlens)
+    if are_readable:
         read_bounds(cu_seqlens, tokens)
+    if key_mask is not None:
+        raise InvalidInputError(
+            "key_mask and cu_seqlens cannot be combined: packed sequences carry no padding; drop "
+            "the masked tokens before packing, or use the dense function with key_mask."
+        )
+    if max_seqlen is not None:
+        check_count("max_seqlen", max_seqlen, least=0)
+    if are_readable and cu_seqlens.shape[0] > 1:
+        found = int(cu_seqlens.diff().max())
+        if max_seqlen is not None and found > max_seqlen:
+            raise InvalidInputError(
+                f"max_seqlen must be at least the longest sequence, {found}, got {max_seqlen}."
+            )
+        return max(found, 1)
+    if max_seqlen is None:
+        # A trace must not depend on the number of tokens.
+        return None if is_compiling() else max(tokens, 1)
+    return max(max_seqlen, 1)
 
 
 def read_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
@@ -64,20 +71,3 @@ def read_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
         if later < earlier:
             raise InvalidInputError(f"cu_seqlens must never decrease, got {later} after {earlier}.")
     return bounds
-
-
-def check_max_seqlen(max_seqlen: int | None, cu_seqlens: Tensor, tokens: int) -> int | None:
-    """Length of the longest sequence, given or found; None if unknown. Refuse one too small."""
-    if max_seqlen is not None:
-        check_count("max_seqlen", max_seqlen, least=0)
-    if values_are_readable(cu_seqlens) and cu_seqlens.shape[0] > 1:
-        found = int(cu_seqlens.diff().max())
-        if max_seqlen is not None and found > max_seqlen:
-            raise InvalidInputError(
-                f"max_seqlen must be at least the longest sequence, {found}, got {max_seqlen}."
-            )
-        return max(found, 1)
-    if max_seqlen is None:
-        # A trace must not depend on the number of tokens.
-        return None if is_compiling() else max(tokens, 1)
-    return max(max_seqlen, 1)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lln.checks.printing import brief
 from lln.tracing import always_holds, is_compiling
 
 # Blocks up to this size are never cut: kernels and compiled passes have tiles for them.
@@ -21,8 +22,9 @@ class Call(NamedTuple):
 
     Attributes:
         kind: ``"lln"``, ``"diag"``, ``"lln_diag"``, ``"window"``, ``"pages"`` or ``"lln_keys"``;
-            ``"decode"``, one token after others; or what a module asks for by itself, the
-            ``"moments"`` or ``"temperatures"`` of queries and keys.
+            ``"decode"``, one token after others; what a module asks for by itself, the
+            ``"moments"`` or ``"temperatures"`` of queries and keys; or ``"softmax"``, which
+            instruments see in models and none of our ways computes.
         query: ``[B, H, T, D]``, or packed ``[T, H, D]``.
         key: ``[B, Hk, S, D]``, or packed ``[T, Hk, D]``.
         value: ``[B, Hk, S, E]``, or packed ``[T, Hk, E]``.
@@ -83,6 +85,12 @@ class Call(NamedTuple):
     choice_key: Tensor | None = None
     or_softmax: bool = False
 
+    def __repr__(self) -> str:
+        """What was given, tensors by their shapes."""
+        usual = Call._field_defaults
+        parts = zip(FIELDS, self, strict=True)
+        return brief(self, {name: part for name, part in parts if part is not usual.get(name)})
+
     def replace(self, **changes: Any) -> Call:
         """The same call with some fields changed, by their names."""
         # Not `_replace`, which torch.compile cannot trace in all versions.
@@ -93,7 +101,11 @@ class Call(NamedTuple):
     def with_fitted_blocks(self, longest: int | None = None) -> Call:
         """With blocks and windows that do not reach far beyond the longest sequence, if known."""
         if self.window:
-            return self._with_fitted_window()
+            # A window of all tokens shows no fewer than a larger one.
+            tokens = self.key.shape[2] if self.bounds is None else self.longest
+            tokens = self.key.shape[0] if tokens is None else tokens
+            holds = always_holds if is_compiling() else bool
+            return self.replace(window=max(tokens, 1)) if holds(self.window > tokens) else self
         if not self.block_size:
             return self
         tokens = longest
@@ -104,13 +116,6 @@ class Call(NamedTuple):
         if size == self.block_size:
             return self
         return self.replace(block_size=size, group_size=group if self.group_size else 0)
-
-    def _with_fitted_window(self) -> Call:
-        """A window of all tokens shows no fewer than a larger one."""
-        tokens = self.key.shape[2] if self.bounds is None else self.longest
-        tokens = self.key.shape[0] if tokens is None else tokens
-        holds = always_holds if is_compiling() else bool
-        return self.replace(window=max(tokens, 1)) if holds(self.window > tokens) else self
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,6 +136,12 @@ class Call(NamedTuple):
     def factor(self) -> float:
         """What the scores of softmax attention are multiplied with."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
+
+    @property
+    def sight(self) -> dict[str, Any]:
+        """Of ``"pages"``: what a query sees beside its pages, and how pages lie."""
+        names = ("window", "sinks", "page_size", "key_mask", "is_causal")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def block_rows(self) -> int:

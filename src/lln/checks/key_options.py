@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lln.checks.arguments import MATCHING_CRITERIA, check_count, check_flag, check_per_head
 from lln.checks.names import shown
-from lln.checks.tensors import check_tensor, shape_of
+from lln.checks.tensors import check_tensor, shape_of, wrong_device
 from lln.errors import InvalidInputError
 from lln.tracing import values_are_readable
 
@@ -39,10 +39,7 @@ def check_group_size(group_size: int | None, block_size: int) -> int:
 def check_keys(keys: int | Tensor, groups: tuple[int, ...], device: torch.device) -> None:
     """Refuse a number of keys below 0, or indices of another shape than ``[B, H, G, K]``.
 
-    Args:
-        keys: The argument.
-        groups: ``(B, H, G)``, or ``(H, G)`` for packed sequences.
-        device: Where query is.
+    ``groups`` is ``(B, H, G)``, or ``(H, G)`` for packed sequences.
     """
     if not isinstance(keys, Tensor):
         check_count("keys", keys, 0)
@@ -58,9 +55,7 @@ def check_keys(keys: int | Tensor, groups: tuple[int, ...], device: torch.device
             f"{shape_of(keys)}."
         )
     if keys.device != device:
-        raise InvalidInputError(
-            f"keys must be on the device of query, got {keys.device} and {device}."
-        )
+        raise wrong_device("keys", keys, device)
 
 
 def check_not_causal(is_causal: bool) -> None:

@@ -9,15 +9,7 @@ from lln.errors import InvalidInputError
 
 
 def check_choice(name: str, given: object, known: Collection[str | None]) -> None:
-    """Refuse an argument that is not one of the names it may have.
-
-    Args:
-        name: The argument's name.
-        given: Its value.
-        known: The allowed names; includes None if the argument may be left out.
-
-    Raises:
-        InvalidInputError: With the names, and the one that was probably meant.
+    """Refuse an argument that is not one of the names it may have, or None if that is among them.
 
     Example:
         >>> check_choice("matching", "varience", ("variance", "entropy", "paper"))

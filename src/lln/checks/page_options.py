@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lln.checks.arguments import check_count
 from lln.checks.call import Call
-from lln.checks.tensors import check_tensor, shape_of
+from lln.checks.tensors import check_tensor, shape_of, wrong_device
 from lln.errors import InvalidInputError
 
 
@@ -73,6 +73,4 @@ def _check_numbers(call: Call) -> None:
             f"lln.choose_pages returns them, got shape {shape_of(pages)}."
         )
     if pages.device != call.query.device:
-        raise InvalidInputError(
-            f"pages must be on the device of query, got {pages.device} and {call.query.device}."
-        )
+        raise wrong_device("pages", pages, call.query.device)

@@ -38,9 +38,6 @@ def read_json(path: Path, schema: Any, what: str, fix: str, most: int = _MOST_JS
         what: What the file should be, such as ``"a report of lln inspect"``.
         fix: What to do if it is not, for the message.
         most: Bytes it may have.
-
-    Raises:
-        InvalidInputError: One sentence.
     """
     try:
         with path.open("rb") as file:

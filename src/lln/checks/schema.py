@@ -54,7 +54,8 @@ def fault(value: Any, schema: Any, place: str = "") -> str | None:
         if None in found:
             return None
         # Inside a list or a dictionary, what is wrong there says more than its type.
-        deep = [one for each, one in zip(schema, found, strict=True) if _same_kind(value, each)]
+        kinds = (type(each) if isinstance(each, (list, dict)) else () for each in schema)
+        deep = [one for kind, one in zip(kinds, found, strict=True) if isinstance(value, kind)]
         return deep[0] if deep else _wrong(value, _words(schema), place)
     if isinstance(schema, list) and isinstance(value, list):
         return _fault_of_list(value, schema, place)
@@ -76,10 +77,6 @@ def _fits(value: Any, schema: Any) -> bool:
     if schema is float:
         return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     return isinstance(value, schema)
-
-
-def _same_kind(value: Any, schema: Any) -> bool:
-    return isinstance(schema, (list, dict)) and isinstance(value, type(schema))
 
 
 def _fault_of_list(value: list[Any], schema: list[Any], place: str) -> str | None:

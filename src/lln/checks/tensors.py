@@ -9,6 +9,8 @@ from torch import Tensor
 
 from lln.errors import BackendUnavailableError, InvalidInputError
 
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 def shape_of(tensor: Tensor) -> str:
     """The tensor's shape, as error messages print it."""
@@ -28,10 +30,7 @@ def check_recorder() -> None:
 def check_tensor(name: str, given: object, what: str = "a torch.Tensor") -> None:
     """Refuse anything that is not a tensor, or is not stored as a dense array.
 
-    Args:
-        name: The argument's name.
-        given: Its value.
-        what: What it must be, in words.
+    ``what`` says in words what the argument must be.
     """
     if not isinstance(given, Tensor):
         raise InvalidInputError(f"{name} must be {what}, got {type(given).__name__}.")
@@ -46,6 +45,22 @@ def check_tensor(name: str, given: object, what: str = "a torch.Tensor") -> None
             f"{name} is a sparse tensor ({given.layout}), which is not supported; give "
             f"{name}.to_dense()."
         )
+
+
+def wrong_dtype(name: str, dtype: object, fix: str = "") -> InvalidInputError:
+    """What to raise for a dtype that attention does not compute in."""
+    return InvalidInputError(
+        f"{name} must be float64, float32, bfloat16 or float16, got {dtype}{fix}."
+    )
+
+
+def wrong_device(
+    name: str, given: Tensor, device: torch.device, owner: str = "query"
+) -> InvalidInputError:
+    """What to raise for a tensor on another device than its owner's."""
+    return InvalidInputError(
+        f"{name} must be on the device of {owner}, got {given.device} and {device}."
+    )
 
 
 def missing_axes(name: str, given: Tensor, leads: Iterable[tuple[tuple[int, ...], int]]) -> str:

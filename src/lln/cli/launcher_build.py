@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import subprocess
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -40,7 +39,11 @@ def build(options: tuple[str, ...] = ()) -> Path:
 
 
 def _compile(target: Path, options: tuple[str, ...]) -> None:
-    compiler, source = _need_compiler(), compiled_launcher.SOURCE
+    compiler, source = find_compiler(), compiled_launcher.SOURCE
+    if compiler is None:
+        raise BackendUnavailableError(
+            "no C++ compiler found; install g++ (Debian and Ubuntu: apt install g++), or set CXX."
+        )
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").exists():
         raise BackendUnavailableError(
@@ -54,30 +57,12 @@ def _compile(target: Path, options: tuple[str, ...]) -> None:
     words += [str(source), "-o", str(target), *(f"-l{name}" for name in _LIBRARIES)]
     reason = ""
     for standard in _STANDARDS:
-        complaint = _compile_with([*words, standard])
-        if complaint is None:
+        done = subprocess.run(
+            [*words, standard], capture_output=True, text=True, errors="replace", check=False
+        )
+        if done.returncode == 0:
             return
-        reason = reason or complaint
+        reason = reason or first_error(done.stderr)
     raise BackendUnavailableError(
         f"{compiler} cannot compile {source.name} against torch {torch.__version__}: {reason}"
     )
-
-
-def _need_compiler() -> str:
-    """The C++ compiler.
-
-    Raises:
-        BackendUnavailableError: If there is none.
-    """
-    compiler = find_compiler()
-    if compiler is None:
-        raise BackendUnavailableError(
-            "no C++ compiler found; install g++ (Debian and Ubuntu: apt install g++), or set CXX."
-        )
-    return compiler
-
-
-def _compile_with(words: Sequence[str]) -> str | None:
-    """Run a compiler; what it complains of first, None if it succeeds."""
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
-    return None if done.returncode == 0 else first_error(done.stderr)

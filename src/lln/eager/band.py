@@ -99,13 +99,7 @@ def _cut(side: Tensor, step: int, first: int, length: int, nothing: int) -> Tens
 
 
 def places_of(bounds: Tensor, tokens: int, window: int) -> Tensor:
-    """Places of packed tokens, int64 ``[T]``: sequences stand too far apart to see each other.
-
-    Args:
-        bounds: ``cu_seqlens`` ``[n + 1]``.
-        tokens: T.
-        window: See `attend_window`.
-    """
+    """Places of packed tokens, int64 ``[T]``: sequences stand too far apart to see each other."""
     place = torch.arange(tokens, device=bounds.device)
     sequence = torch.searchsorted(bounds.long(), place, right=True)
     return place + sequence * (window + 1)

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from lln.eager.causal_walk import Inputs, WalkedAttention, walk
 from lln.eager.products import multiply
 from lln.eager.scan import earlier_merge, running_merge, shift, whole_parts
-from lln.eager.summary import LOG_ZERO, key_exponents, summarise
+from lln.eager.summary import LOG_ZERO, key_exponents, merge, summarise
 from lln.tracing import has_values, is_compiling
 
 CHUNK = 64
@@ -63,33 +63,19 @@ class Chunks(NamedTuple):
 
 
 def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    key_mask: Tensor | None = None,
-    before: Before | None = None,
-    *,
-    walks: bool = False,
+    inputs: Inputs, before: Before | None = None, *, walks: bool = False
 ) -> Tensor:
     """Eq. (8) with every row's sum running over the keys up to itself: ``[B, H, T, E]``.
 
     Args:
-        query: ``[B, H, T, D]`` in the accumulation dtype.
-        key: ``[B, H, T, D]``.
-        value: ``[B, H, T, E]``.
-        alpha: Broadcasts to ``[B, H, 1, 1]``.
-        beta: Broadcasts to ``[B, H, 1, 1]``.
-        key_mask: bool ``[B, T]``.
+        inputs: Queries, keys and values, temperatures and mask.
         before: Gives the summary of earlier tokens, which every row sees: log-mass ``[B, H, D]``
             and centroid ``[B, H, D, E]``. Called late, because it may wait for other processes.
         walks: Whether to go from chunk to chunk, which takes ordinary tensors on a CPU that nobody
             traces, and no ``before``.
     """
-    inputs = Inputs(query, key, value, alpha, beta, key_mask)
     if walks:
-        walked = walk(inputs, GUARD[query.dtype])
+        walked = walk(inputs, GUARD[inputs.query.dtype])
         if walked is not None:
             return WalkedAttention.apply(*inputs, walked, _scanned)
     return _scanned(inputs, before)
@@ -203,7 +189,7 @@ def _exact(chunks: Chunks) -> Tensor:
     score = score.masked_fill(later, 10 * LOG_ZERO)
     leaf_mass = score.logsumexp(-1).flatten(-2)
     leaf_out = (score.softmax(-1) @ leaf_value).flatten(-3, -2)
-    return _merge_parts(mass, out, leaf_mass, leaf_out)[1]
+    return merge(mass, out, leaf_mass, leaf_out)[1]
 
 
 def _add_part(
@@ -211,18 +197,10 @@ def _add_part(
 ) -> tuple[Tensor, Tensor]:
     """Merge a part that exists only for the second halves into the rows of both halves."""
     mass, out = mass.unflatten(-1, (-1, 2, half)), out.unflatten(-2, (-1, 2, half))
-    late_mass, late_out = _merge_parts(mass[..., 1, :], out[..., 1, :, :], part_mass, part_out)
+    late_mass, late_out = merge(mass[..., 1, :], out[..., 1, :, :], part_mass, part_out)
     mass = torch.stack([mass[..., 0, :], late_mass], dim=-2).flatten(-3)
     out = torch.stack([out[..., 0, :, :], late_out], dim=-3).flatten(-4, -2)
     return mass, out
-
-
-def _merge_parts(
-    mass: Tensor, out: Tensor, other_mass: Tensor, other_out: Tensor
-) -> tuple[Tensor, Tensor]:
-    merged = torch.logaddexp(mass, other_mass)
-    weight = torch.sigmoid(other_mass - mass).unsqueeze(-1)
-    return merged, out + weight * (other_out - out)
 
 
 def _split(chunks: Chunks, refused: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Walked(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Of a walk.
+    """Of causal attention.
 
     Attributes:
         query: ``[B, H, T, D]`` in the accumulation dtype.

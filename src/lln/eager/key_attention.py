@@ -18,15 +18,50 @@ n blocks, W tokens in a block, G groups, g queries in a group, K keys per group.
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from lln.eager.key_blocks import Groups
-from lln.eager.key_terms import KeyTerms, Slots
 from lln.eager.products import multiply
 from lln.eager.scan import running_merge
 from lln.eager.selection import seen_keys
 from lln.eager.summary import LOG_ZERO, key_exponents, summarise, summarise_heads
+
+# L - βμ, C and μ.
+Slots = tuple[Tensor, Tensor, Tensor]
+
+
+class KeyTerms(NamedTuple):
+    """A call in the accumulation dtype, whose tokens lie in blocks.
+
+    Attributes:
+        query: ``[B, H, T, D]``.
+        key: Like query.
+        value: ``[B, H, T, E]``.
+        alpha: A number, or broadcasts to ``[B, H, n, 1, 1]``.
+        offset: g, likewise.
+        slots: L - βμ, C and μ for every block: broadcast to ``[B, H, n, D]``, ``[B, H, n, D, E]``
+            and ``[B, H, n, D]``.
+        groups: Where the tokens lie, and what a group may see.
+        scale: Factor of the scores; None = 1/√D.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alpha: float | Tensor
+    offset: float | Tensor
+    slots: Slots
+    groups: Groups
+    scale: float | None = None
+
+    @property
+    def factor(self) -> float:
+        """Factor of the scores."""
+        return 1.0 / math.sqrt(self.query.shape[-1]) if self.scale is None else self.scale
 
 
 def attend_keys(terms: KeyTerms, indices: Tensor, *, are_seen: bool = False) -> Tensor:

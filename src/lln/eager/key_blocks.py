@@ -104,16 +104,10 @@ def dense_blocks(
     device: torch.device,
     count: int | None = None,
 ) -> KeyBlocks:
-    """The blocks of dense sequences.
+    """The blocks of dense sequences, counted from the first True of ``key_mask``.
 
-    Args:
-        batch: B.
-        tokens: T.
-        block_size: W.
-        key_mask: bool ``[B, T]``; blocks are counted from its first True.
-        device: Where the tensors go.
-        count: n, at least `blocks_in`; None = that many, in a trace for every length at least two:
-            a tracer would take one block for a constant.
+    ``count`` is n, at least `blocks_in`; None = that many, in a trace for every length at least
+    two: a tracer would take one block for a constant.
     """
     if count is None:
         count = blocks_in(tokens, block_size, key_mask is not None)
@@ -146,10 +140,7 @@ def dense_blocks(
 def packed_blocks(bounds: Tensor, tokens: int, block_size: int) -> tuple[KeyBlocks, Tensor]:
     """The blocks of packed sequences as one sample, and the sequence of every block ``[n]``.
 
-    Args:
-        bounds: int64 ``cu_seqlens``.
-        tokens: T, at least 1.
-        block_size: W.
+    ``bounds`` are int64 ``cu_seqlens`` of at least one token.
     """
     tiles = cut_tiles(bounds, tokens, block_size)
     counts = divided(bounds.diff() + block_size - 1, block_size)

@@ -2,8 +2,7 @@
 
 Time and memory are linear in T whatever the mix of lengths (`lln.eager.tiling`).
 
-Dimension legend: T packed tokens, H query heads, Hk key heads, D head width, E value width,
-n packed sequences.
+Dimension legend: as in `lln.checks.call`, with T packed tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from lln.eager.causal import CHUNK, LEAF, attend_chunks
 from lln.eager.diagonal import attend_blocks
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
-from lln.eager.key_attention import attend_keys, slots_of_sequences
+from lln.eager.key_attention import KeyTerms, attend_keys, slots_of_sequences
 from lln.eager.key_blocks import Groups, packed_blocks
-from lln.eager.key_terms import KeyTerms
 from lln.eager.run import join, near_range, repeat_heads
 from lln.eager.scan import running_merge
 from lln.eager.summary import key_exponents, read, summarise
@@ -34,26 +32,20 @@ def attend_packed(call: Call) -> Tensor:
             ``"diag"`` see `short_range`.
     """
     assert call.bounds is not None
-    query, longest, bounds = call.query, call.longest, call.bounds.long()
-    dtype = accumulation_dtype(query.dtype)
+    dtype, longest = accumulation_dtype(call.query.dtype), call.longest
+    query, key = as_nan(call.query.to(dtype)), as_nan(call.key.to(dtype))
     value = drop_keys(call.value.to(dtype).transpose(0, 1), call.dropout_p).transpose(0, 1)
-    wide = (as_nan(query.to(dtype)), as_nan(call.key.to(dtype)), value)
     if call.kind == "window":
-        whole = dict(
-            zip(
-                ("query", "key", "value"),
-                (side.transpose(0, 1)[None] for side in wide),
-                strict=True,
-            )
-        )
-        places = places_of(bounds, query.shape[0], call.window)
-        return near_range(call.replace(**whole), places)[0].transpose(0, 1).to(query.dtype)
-    out = _long_range(*wide, bounds, longest, call.alpha, call.beta, call.is_causal)
-    if call.block_size:
-        rows = call.block_size if longest is None else min(call.block_size, longest)
-        options = {"block_size": rows, "scale": call.scale, "is_causal": call.is_causal}
-        out = join(out, short_range(*wide, bounds, **options), call.mix)
-    return out.to(query.dtype)
+        places = places_of(call.bounds, query.shape[0], call.window)
+        query, key, value = (side.transpose(0, 1)[None] for side in (query, key, value))
+        out = near_range(call.replace(query=query, key=key, value=value), places)
+        return out[0].transpose(0, 1).to(call.query.dtype)
+    rows = call.block_size if longest is None else min(call.block_size, longest)
+    wide = call.replace(query=query, key=key, value=value, block_size=rows)
+    out = _long_range(wide)
+    if rows:
+        out = join(out, short_range(wide), call.mix)
+    return out.to(call.query.dtype)
 
 
 def attend_packed_keys(call: Call) -> Tensor:
@@ -76,51 +68,31 @@ def attend_packed_keys(call: Call) -> Tensor:
     return attend_keys(terms, call.keys[None])[0].transpose(0, 1).to(call.query.dtype)
 
 
-def short_range(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    *,
-    block_size: int,
-    scale: float | None,
-    is_causal: bool,
-) -> Tensor:
+def short_range(call: Call) -> Tensor:
     """Block-diagonal attention; every sequence starts a new block: ``[T, H, E]``."""
-    dtype, heads = accumulation_dtype(query.dtype), query.shape[1]
-    tiles = cut_tiles(bounds.long(), query.shape[0], block_size)
-    sides = (query.to(dtype), *(repeat_heads(side.to(dtype), heads) for side in (key, value)))
-    blocks = attend_blocks(
-        *(tiles.gather(side) for side in sides),
-        scale=scale,
-        token_mask=tiles.valid,
-        is_causal=is_causal,
-    )
-    return tiles.scatter(blocks)
+    assert call.bounds is not None
+    query, heads = call.query, call.query.shape[1]
+    dtype = accumulation_dtype(query.dtype)
+    tiles = cut_tiles(call.bounds.long(), query.shape[0], call.block_size)
+    sides = (query, repeat_heads(call.key, heads), repeat_heads(call.value, heads))
+    blocks = (tiles.gather(side.to(dtype)) for side in sides)
+    options = {"scale": call.scale, "is_causal": call.is_causal}
+    return tiles.scatter(attend_blocks(*blocks, token_mask=tiles.valid, **options))
 
 
-def _long_range(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    longest: int | None,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    is_causal: bool,
-) -> Tensor:
-    heads = query.shape[1]
-    key, value = repeat_heads(key, heads), repeat_heads(value, heads)
+def _long_range(call: Call) -> Tensor:
+    assert call.bounds is not None
+    query, heads = call.query, call.query.shape[1]
+    key, value = repeat_heads(call.key, heads), repeat_heads(call.value, heads)
     # Chunks are powers of two, and at least as long as the smallest blocks of the causal form.
     chunk = CHUNK
-    if longest is not None:
-        chunk = min(CHUNK, max(LEAF, 1 << (longest - 1).bit_length()))
-    tiles = cut_tiles(bounds, query.shape[0], chunk)
-    exponent_q = tiles.gather(query) * per_tile(alpha, tiles.sequence, query)
-    exponent_k, values = key_exponents(
-        tiles.gather(key), tiles.gather(value), per_tile(beta, tiles.sequence, query), tiles.valid
-    )
-    if is_causal:
+    if call.longest is not None:
+        chunk = min(CHUNK, max(LEAF, 1 << (call.longest - 1).bit_length()))
+    tiles = cut_tiles(call.bounds.long(), query.shape[0], chunk)
+    alpha, beta = (per_tile(side, tiles.sequence, query) for side in (call.alpha, call.beta))
+    exponent_q = tiles.gather(query) * alpha
+    exponent_k, values = key_exponents(tiles.gather(key), tiles.gather(value), beta, tiles.valid)
+    if call.is_causal:
         return tiles.scatter(attend_chunks(exponent_q, exponent_k, values, tiles.sequence))
     log_mass, centroid = running_merge(*summarise(exponent_k, values), tiles.sequence)
     return tiles.scatter(

@@ -114,14 +114,7 @@ class _Take(torch.autograd.Function):
 
 
 def pad_sequences(bounds: list[int], block_size: int, most: int, device: torch.device) -> Padding:
-    """Lay out packed sequences as padded samples.
-
-    Args:
-        bounds: 0, then the end of every sequence; at least one has tokens.
-        block_size: See `group_sequences`.
-        most: See `group_sequences`.
-        device: Where the indices go.
-    """
+    """Lay out packed sequences, of which one has tokens, as samples padded by `group_sequences`."""
     lengths = [end - start for start, end in pairwise(bounds)]
     groups = [
         _group(sequences, lengths, device)
@@ -165,20 +158,14 @@ def group_sequences(lengths: list[int], block_size: int, most: int) -> list[list
         block_size: Tokens in a block.
         most: Most sequences in a group.
     """
-    held = enumerate(lengths)
-    groups = _similar({sequence: -(-length // block_size) for sequence, length in held if length})
-    return [group[start : start + most] for group in groups for start in range(0, len(group), most)]
-
-
-def _similar(blocks: dict[int, int]) -> list[list[int]]:
-    """Groups of sequences, from the blocks of each."""
-    counts = blocks.values()
-    if len(counts) * max(counts, default=0) <= 2 * sum(counts):
-        return [list(blocks)] if blocks else []
+    blocks = {sequence: -(-length // block_size) for sequence, length in enumerate(lengths)}
+    held = {sequence: count for sequence, count in blocks.items() if count}
+    is_one = len(held) * max(held.values(), default=0) <= 2 * sum(held.values())
     classes: dict[int, list[int]] = {}
-    for sequence, count in blocks.items():
-        classes.setdefault((count - 1).bit_length(), []).append(sequence)
-    return [classes[size] for size in sorted(classes)]
+    for sequence, count in held.items():
+        classes.setdefault(0 if is_one else (count - 1).bit_length(), []).append(sequence)
+    groups = (classes[size] for size in sorted(classes))
+    return [group[start : start + most] for group in groups for start in range(0, len(group), most)]
 
 
 def _group(sequences: list[int], lengths: list[int], device: torch.device) -> Group:

@@ -72,15 +72,9 @@ def attend_pages(
 def _attend_tiles(
     query: Tensor, key: Tensor, value: Tensor, pages: Tensor, row: Tensor, sight: Sight
 ) -> Tensor:
-    """The rows of some tiles, one behind the other: ``[B, Hk, n · c, R, E]``.
+    """The rows ``[n, c]`` of some tiles, one behind the other: ``[B, Hk, n · c, R, E]``.
 
-    Args:
-        query: ``[B, Hk, T, R, D]``, scaled.
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        pages: ``[B, Hk, T, P]``.
-        row: int ``[n, c]``, which queries.
-        sight: See `attend_pages`.
+    Queries are scaled, and grouped by the key head they read, ``[B, Hk, T, R, D]``.
     """
     tokens, keys, size = query.shape[2], key.shape[2], row.shape[1]
     rows, device = _taken(query, row), query.device

@@ -52,7 +52,7 @@ class Sight(NamedTuple):
     @classmethod
     def of(cls, call: Call) -> Sight:
         """What a query of a dense call sees."""
-        return cls(call.window, call.sinks, call.page_size, call.key_mask, call.is_causal)
+        return cls(**call.sight)
 
     def first(self, device: torch.device) -> Tensor:
         """Where sequences begin: int ``[b]``."""
@@ -103,9 +103,8 @@ def choose_pages(query: Tensor, key: Tensor, pages: int, sight: Sight, scale: fl
     at = sight.first(device)[:, None] + within
     place = torch.arange(keys - tokens, keys, device=device)
     # From the first token on, so that pages are stretches of equal length.
-    key = key.gather(
-        2, at.clamp(max=keys - 1)[:, None, :, None].expand(*_of(key), -1, key.shape[3])
-    )
+    known = at.clamp(max=keys - 1)[:, None, :, None]
+    key = key.gather(2, known.expand(*key.shape[:2], -1, key.shape[3]))
     grouped = (query * scale).unflatten(1, (-1, shared))
     rows = tokens
     if not is_compiling():
@@ -123,10 +122,6 @@ def choose_pages(query: Tensor, key: Tensor, pages: int, sight: Sight, scale: fl
         missing = pages if is_compiling() else max(pages - best.shape[-1], 0)
         found.append(largest(F.pad(best, (0, missing), value=-torch.inf), pages))
     return torch.cat(found, 2)
-
-
-def _of(side: Tensor) -> tuple[int, int]:
-    return side.shape[0], side.shape[1]
 
 
 def _scores(query: Tensor, key: Tensor, exact: Tensor) -> Tensor:

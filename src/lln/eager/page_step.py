@@ -32,12 +32,7 @@ def is_step(call: Call) -> bool:
 def choose_step(query: Tensor, key: Tensor, pages: int, sight: Sight, scale: float) -> Tensor:
     """`lln.eager.page_choice.choose_pages` of the last token: int64 ``[B, Hk, 1, P]``.
 
-    Args:
-        query: ``[B, H, 1, r]``.
-        key: ``[B, Hk, S, r]``.
-        pages: P.
-        sight: See there.
-        scale: Factor of the scores.
+    Masked keys may hold anything.
     """
     wide = accumulation_dtype(query.dtype)
     keys, size, mask = key.shape[2], sight.page_size, sight.key_mask
@@ -72,16 +67,7 @@ def choose_step(query: Tensor, key: Tensor, pages: int, sight: Sight, scale: flo
 def attend_step(
     query: Tensor, key: Tensor, value: Tensor, pages: Tensor, sight: Sight, scale: float
 ) -> Tensor:
-    """`lln.eager.page_attention.attend_pages` of the last token: ``[B, H, 1, E]``.
-
-    Args:
-        query: ``[B, H, 1, D]``.
-        key: ``[B, Hk, S, D]``.
-        value: ``[B, Hk, S, E]``.
-        pages: int ``[B, Hk, 1, P]``, each page once; -1 = none.
-        sight: See there.
-        scale: Factor of the scores.
-    """
+    """`lln.eager.page_attention.attend_pages` of the last token, of any dtype: ``[B, H, 1, E]``."""
     wide, device = accumulation_dtype(query.dtype), key.device
     (batch, heads, keys, _), mask = key.shape, sight.key_mask
     near, first = keys - 1 - sight.window, sight.first(device)[:, None, None]

@@ -3,8 +3,7 @@
 α, β, the offset, the indices of exact keys and the numbers of pages are known. Arithmetic runs in
 the accumulation dtype.
 
-Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
-E value width.
+Dimension legend: as in `lln.checks.call`.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from torch import Tensor
 from lln.checks.call import Call
 from lln.eager.band import attend_window
 from lln.eager.causal import causal_attention
+from lln.eager.causal_walk import Inputs
 from lln.eager.diagonal import block_diagonal
 from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
-from lln.eager.key_attention import attend_keys, slots_of_heads
+from lln.eager.key_attention import KeyTerms, attend_keys, slots_of_heads
 from lln.eager.key_blocks import Groups, dense_blocks
-from lln.eager.key_terms import KeyTerms
 from lln.eager.page_attention import attend_pages
 from lln.eager.page_choice import Sight
-from lln.eager.page_step import attend_step, is_step
+from lln.eager.page_step import attend_step
 from lln.eager.summary import read_heads, summarise_heads
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
@@ -34,14 +33,15 @@ from lln.tracing import is_untraced_on_cpu
 _PADDING_LIMIT = 1e18
 
 
-def attend_dense(call: Call, *, walks: bool = False) -> Tensor:
+def attend_dense(call: Call, *, walks: bool = False, is_step: bool = False) -> Tensor:
     """``[B, H, T, E]`` in the dtype of query.
 
     Args:
         call: A dense call.
         walks: See `causal_attention`.
+        is_step: Whether to take the way of `lln.eager.page_step`.
     """
-    if call.kind == "pages" and is_step(call):
+    if is_step:
         return attend_step(*call.qkv, call.keys, Sight.of(call), call.factor)
     query, key, value = widen(*call.qkv, call.key_mask, call.dropout_p)
     wide = call.replace(query=query, key=key, value=value)
@@ -71,21 +71,15 @@ def long_range(call: Call, walks: bool = False) -> Tensor:
     alpha, beta = (repeat_temperature(side, heads, query.dtype) for side in (call.alpha, call.beta))
     if query.shape[2] == 0:
         return (query * alpha) @ (key * beta).mT @ value
-    return causal_attention(query, key, value, alpha, beta, call.key_mask, walks=walks)
+    return causal_attention(Inputs(query, key, value, alpha, beta, call.key_mask), walks=walks)
 
 
 def short_range(call: Call) -> Tensor:
     """Block-diagonal attention of a call in the accumulation dtype."""
-    query, key, value = call.qkv
-    return block_diagonal(
-        query,
-        repeat_heads(key, query.shape[1]),
-        repeat_heads(value, query.shape[1]),
-        call.block_size,
-        scale=call.scale,
-        key_mask=call.key_mask,
-        is_causal=call.is_causal,
-    )
+    heads = call.query.shape[1]
+    key, value = repeat_heads(call.key, heads), repeat_heads(call.value, heads)
+    how: dict[str, Any] = {"key_mask": call.key_mask, "is_causal": call.is_causal}
+    return block_diagonal(call.query, key, value, call.block_size, scale=call.scale, **how)
 
 
 def near_range(call: Call, places: Tensor | None = None) -> Tensor:

@@ -15,13 +15,7 @@ from torch import Tensor
 
 
 def save(ctx: Any, numbers: Sequence[Any], *tensors: Tensor) -> None:
-    """Save them for the backward pass.
-
-    Args:
-        ctx: Of the node.
-        numbers: Numbers, tensors or other things.
-        tensors: What else is needed.
-    """
+    """Save them for the backward pass: numbers, tensors or other things, and more tensors."""
     ctx.save_for_backward(*(one if isinstance(one, Tensor) else None for one in numbers), *tensors)
     ctx.numbers = [None if isinstance(one, Tensor) else one for one in numbers]
 

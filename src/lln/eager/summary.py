@@ -134,16 +134,15 @@ def read_heads(query: Tensor, alpha: float | Tensor, log_mass: Tensor, centroid:
     """Checked queries ``[B, H, T, D]`` read summaries with H heads or a divisor of H."""
     dtype, slots = log_mass.dtype, log_mass.shape[1]
     scale = alpha.to(dtype) if isinstance(alpha, Tensor) else alpha
-    if query.shape[1] == slots:
-        exponent = query.to(dtype) * scale
-        overwrite = is_untraced_on_cpu(exponent)
-        return read(exponent, log_mass, centroid, overwrite=overwrite).to(query.dtype)
-    if isinstance(scale, Tensor) and scale.dim() > 2:
-        scale = group_heads(scale.reshape(-1, scale.shape[-3], 1, 1), slots)
-    exponent = group_heads(query.to(dtype), slots) * scale
-    overwrite = is_untraced_on_cpu(exponent)
-    out = read(exponent, log_mass.unsqueeze(2), centroid.unsqueeze(2), overwrite=overwrite)
-    return out.flatten(1, 2).to(query.dtype)
+    rows, grouped = query.to(dtype), query.shape[1] != slots
+    if grouped:
+        if isinstance(scale, Tensor) and scale.dim() > 2:
+            scale = group_heads(scale.reshape(-1, scale.shape[-3], 1, 1), slots)
+        rows = group_heads(rows, slots)
+        log_mass, centroid = log_mass.unsqueeze(2), centroid.unsqueeze(2)
+    exponent = rows * scale
+    out = read(exponent, log_mass, centroid, overwrite=is_untraced_on_cpu(exponent))
+    return (out.flatten(1, 2) if grouped else out).to(query.dtype)
 
 
 def heads_of(scale: float | Tensor) -> int:
@@ -235,9 +234,7 @@ class KeySummary:
             checks.check_count(name, size, least)
         if dtype not in checks.FLOAT_DTYPES:
             given = dtype if isinstance(dtype, torch.dtype) else shown(dtype)
-            raise InvalidInputError(
-                f"dtype must be float64, float32, bfloat16 or float16, got {given}."
-            )
+            raise checks.wrong_dtype("dtype", given)
         log_mass = torch.full((batch, heads, head_width), LOG_ZERO, dtype=dtype, device=device)
         checks.check_temperature("beta", beta, batch, (heads,), log_mass.device)
         centroid = torch.zeros(batch, heads, head_width, value_width, dtype=dtype, device=device)
@@ -331,6 +328,4 @@ def _check_query(query: Tensor, log_mass: Tensor) -> None:
             f"query must have {heads} heads or a multiple of it, got {query.shape[1]}."
         )
     if query.device != log_mass.device:
-        raise InvalidInputError(
-            f"query must be on the device of the summary, got {query.device} and {log_mass.device}."
-        )
+        raise checks.wrong_device("query", query, log_mass.device, "the summary")

@@ -46,13 +46,7 @@ class Tiling(NamedTuple):
 
 
 def cut_tiles(cu_seqlens: Tensor, tokens: int, size: int) -> Tiling:
-    """Cut packed sequences into tiles.
-
-    Args:
-        cu_seqlens: int64 ``[sequences + 1]``.
-        tokens: T, at least 1.
-        size: c.
-    """
+    """Cut packed sequences of at least one token, with int64 bounds, into tiles of c tokens."""
     sequences = cu_seqlens.shape[0] - 1
     device = cu_seqlens.device
     counts = divided(cu_seqlens.diff() + size - 1, size)

@@ -22,6 +22,7 @@ from lln.checks.key_options import (
 from lln.checks.names import check_choice
 from lln.checks.page_options import check_last_queries, check_pages
 from lln.eager.key_blocks import blocks_in
+from lln.errors import CausalStatisticsError, InvalidInputError
 from lln.precision import cast_for_autocast
 
 
@@ -33,9 +34,6 @@ def checked_call(call: Call, operation: str, enable_gqa: bool) -> Call:
             ``group_size`` may be None.
         operation: The name of the entry point, for messages.
         enable_gqa: Whether key and value may have fewer heads than query.
-
-    Raises:
-        InvalidInputError: One sentence on what does not fit.
     """
     query, key, value = cast_for_autocast(*call.qkv)
     checks.check_qkv(query, key, value, layout="dense", enable_gqa=enable_gqa)
@@ -134,10 +132,26 @@ def groups_in(call: Call) -> tuple[int, ...]:
 
 
 def _check_numbers(call: Call, matching: str) -> None:
-    options: dict[str, Any] = {"dropout_p": call.dropout_p, "is_causal": call.is_causal}
-    checks.check_options(
-        call.query, call.key, call.samples, call.alpha, call.beta, matching, **options
-    )
+    """Refuse α without β, causal attention with statistics of its own sequence, and the rest."""
+    checks.check_matching(matching)
+    checks.check_dropout(call.dropout_p)
+    checks.check_flag("is_causal", call.is_causal)
+    alpha, beta = call.alpha, call.beta
+    if (alpha is None) != (beta is None):
+        given, missing = ("alpha", "beta") if beta is None else ("beta", "alpha")
+        raise InvalidInputError(
+            f"{given} was given without {missing}; give both, or neither to match the moments."
+        )
+    if alpha is None and call.is_causal:
+        raise CausalStatisticsError(
+            "causal attention cannot take alpha and beta from the sequence it processes, because "
+            "a statistic over all tokens lets every row see the future; pass alpha and beta "
+            "(fixed, learned, or from lln.match_moments on other data)."
+        )
+    if alpha is not None:
+        heads, key_heads, device = call.query.shape[1], call.key.shape[1], call.query.device
+        checks.check_temperature("alpha", alpha, call.samples, (heads,), device)
+        checks.check_temperature("beta", beta, call.samples, (heads, key_heads), device)
 
 
 _CHECKS = {

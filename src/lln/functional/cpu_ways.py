@@ -10,12 +10,11 @@ from lln.cpu import compiled_passes, library
 from lln.cpu import run as compiled
 from lln.cpu.compiled_matching import can_match_compiled
 from lln.eager import run as eager
-from lln.functional.announcing import announce_call
 from lln.functional.key_calls import complete, with_numbers
 from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens, one_by_one
 from lln.functional.way import Prepared, Way
-from lln.observers import is_observed
+from lln.observers import announce_call, is_observed
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
 

@@ -2,11 +2,12 @@
 
 Layout, argument names and order follow ``torch.nn.functional.scaled_dot_product_attention``.
 
-Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
-E value width.
+Dimension legend: as in `lln.checks.call`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -126,17 +127,8 @@ def block_diagonal_attention(
     Returns:
         ``[B, H, T, E]`` in the dtype of query. A block without any valid key gives zeros.
     """
-    call = Call(
-        "diag",
-        query,
-        key,
-        value,
-        block_size=block_size,
-        scale=scale,
-        key_mask=key_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-    )
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    call = Call("diag", query, key, value, block_size=block_size, key_mask=key_mask, **options)
     return attend(checked_call(call, "block_diagonal_attention", enable_gqa), impl)
 
 

@@ -1,23 +1,23 @@
 """The entry points of attention with exact keys: dense, packed, and the choice of keys alone.
 
-Dimension legend: B batch, H query heads, Hk key heads, T tokens, D head width, E value width,
-G groups of queries, K keys per group, n packed sequences.
+Dimension legend: as in `lln.checks.call`, with T tokens, G groups of queries, K keys per group.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lln import checks
 from lln.checks.call import Call
-from lln.checks.key_options import check_group_size, check_not_causal
 from lln.checks.signatures import explain_misfits
 from lln.functional import ways
 from lln.functional.checked_call import checked_call, checked_packed_call, groups_in
 from lln.functional.key_calls import choose_for
 from lln.functional.run import attend
-from lln.precision import cast_for_autocast, without_autocast
+from lln.precision import without_autocast
 from lln.tracing import is_compiling
 
 
@@ -78,10 +78,6 @@ def lln_keys_attention(
     Returns:
         ``[B, H, T, E]`` in the dtype of query. A sequence without any valid key gives zeros.
 
-    Raises:
-        InvalidInputError: One sentence on what does not fit.
-        BackendUnavailableError: If the implementation asked for cannot run.
-
     Example:
         >>> import torch
         >>> query, key, value = torch.randn(3, 1, 2, 200, 16)
@@ -90,22 +86,10 @@ def lln_keys_attention(
         >>> torch.allclose(exact, softmax, atol=1e-5)
         True
     """
-    call = Call(
-        "lln_keys",
-        query,
-        key,
-        value,
-        alpha,
-        beta,
-        matching,
-        block_size=block_size,
-        scale=scale,
-        key_mask=key_mask,
-        is_causal=is_causal,
-        keys=keys,
-        group_size=group_size,  # pyright: ignore[reportArgumentType] None until it is checked
-        offset=offset,
-    )
+    numbers = {"alpha": alpha, "beta": beta, "matching": matching, "offset": offset}
+    form = {"block_size": block_size, "keys": keys, "group_size": group_size}
+    options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
+    call = Call("lln_keys", query, key, value, **options, **numbers, **form)
     return attend(checked_call(call, "lln_keys_attention", enable_gqa), impl)
 
 
@@ -157,23 +141,10 @@ def lln_keys_attention_varlen(
     Returns:
         ``[T, H, E]`` in the dtype of query, equal to one call per sequence.
     """
-    call = Call(
-        "lln_keys",
-        query,
-        key,
-        value,
-        alpha,
-        beta,
-        matching,
-        block_size=block_size,
-        scale=scale,
-        key_mask=key_mask,
-        is_causal=is_causal,
-        bounds=cu_seqlens,
-        keys=keys,
-        group_size=group_size,  # pyright: ignore[reportArgumentType] None until it is checked
-        offset=offset,
-    )
+    numbers = {"alpha": alpha, "beta": beta, "matching": matching, "offset": offset}
+    form = {"block_size": block_size, "keys": keys, "group_size": group_size}
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
+    call = Call("lln_keys", query, key, value, bounds=cu_seqlens, **options, **numbers, **form)
     return attend(checked_packed_call(call, max_seqlen, enable_gqa), impl)
 
 
@@ -218,25 +189,11 @@ def choose_keys(
         >>> choose_keys(query, key, 2, block_size=3).tolist()
         [[[[3, 4], [0, 1]]]]
     """
-    query, key = cast_for_autocast(query, key)
-    checks.check_qkv(query, key, key, layout="dense", enable_gqa=enable_gqa)
-    checks.check_self_attention(query, key, "choose_keys")
-    checks.check_key_mask(key_mask, key)
-    check_not_causal(is_causal)
-    checks.check_blocks(block_size, scale)
     checks.check_count("keys", keys, 0)
-    group_size = check_group_size(group_size, block_size)
-    call = Call(
-        "lln_keys",
-        query,
-        key,
-        key,
-        block_size=block_size,
-        scale=scale,
-        key_mask=key_mask,
-        keys=keys,
-        group_size=group_size,
-    ).with_fitted_blocks()
+    form = {"block_size": block_size, "keys": keys, "group_size": group_size}
+    options: dict[str, Any] = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
+    call = Call("lln_keys", query, key, key, **options, **form)
+    call = checked_call(call, "choose_keys", enable_gqa).with_fitted_blocks()
     with torch.no_grad(), without_autocast(query):
         chosen = choose_for(call, ways.prepare(call, impl).impl).long()
     # A trace for every length may have one block more, see `dense_blocks`.

@@ -18,23 +18,13 @@ from lln.checks.call import Call
 from lln.errors import InvalidInputError
 
 # Axes of heads and samples, counted from the end, of what a call holds.
-_DENSE = {
-    "query": (-3, -4),
-    "key": (-3, -4),
-    "value": (-3, -4),
-    "alpha": (-3, -4),
-    "beta": (-3, -4),
-    "offset": (-3, -4),
-    "mix": (-3, -4),
-    "keys": (-3, -4),
-    "choice_query": (-3, -4),
-    "choice_key": (-3, -4),
-    "key_mask": (None, -2),
-}
+_OF_TOKENS = ("query", "key", "value", "mix", "choice_query", "choice_key")
+_OF_HEADS = ("alpha", "beta", "offset", "keys")
+_DENSE = {**dict.fromkeys((*_OF_TOKENS, *_OF_HEADS), (-3, -4)), "key_mask": (None, -2)}
 # Packed sequences are one after the other in the place of samples and are not divided.
 _PACKED = {
-    **dict.fromkeys(("query", "key", "value", "mix", "choice_query", "choice_key"), (-2, None)),
-    **dict.fromkeys(("alpha", "beta", "offset", "keys"), (-3, None)),
+    **dict.fromkeys(_OF_TOKENS, (-2, None)),
+    **dict.fromkeys(_OF_HEADS, (-3, None)),
     "bounds": (None, None),
 }
 

@@ -189,8 +189,8 @@ class KernelsBesidePlainBlocks(Kernels):
             blocks = call.replace(kind="diag", value=value, block_size=rows, dropout_p=0.0)
             return eager.attend_dense(blocks)
         q, k, v = (side[0].transpose(0, 1) for side in (call.query, call.key, value))
-        options = {"block_size": rows, "is_causal": call.is_causal, "scale": call.scale}
-        return packing.short_range(q, k, v, call.bounds, **options).transpose(0, 1)[None]
+        blocks = call.replace(query=q, key=k, value=v, block_size=rows)
+        return packing.short_range(blocks).transpose(0, 1)[None]
 
 
 class WindowKernel(KernelWay):
@@ -215,21 +215,13 @@ class WindowKernel(KernelWay):
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
-        del prepared
-        query, key, value = call.qkv
         places = None
         if call.bounds is not None:
-            places = places_of(call.bounds, query.shape[2], call.window).int()
-        return fused_window(
-            query,
-            key,
-            drop_keys(value, call.dropout_p),
-            key_mask=call.key_mask,
-            places=places,
-            window=call.window,
-            scale=call.factor,
-            is_causal=call.is_causal,
-        )
+            places = places_of(call.bounds, call.query.shape[2], call.window).int()
+        seen: dict[str, Any] = {"places": places, "window": call.window, "key_mask": call.key_mask}
+        options = {"is_causal": call.is_causal, "scale": call.factor}
+        value = drop_keys(call.value, call.dropout_p)
+        return fused_window(call.query, call.key, value, **seen, **options)
 
 
 def _diagonal(call: Call) -> tuple[str | None, int]:

@@ -12,10 +12,10 @@ from lln.checks.call import Call
 from lln.cpu.run import choose_keys as choose_compiled
 from lln.eager.key_blocks import Groups, dense_blocks, packed_blocks
 from lln.eager.selection import choose, drop_repeats, seen_keys
-from lln.functional.match import measure_heads
+from lln.functional.match import measure_heads, with_temperatures
 from lln.kernels.keys.keys_ops import fused_choice
 from lln.matching.mass import keys_temperatures, mass_offset
-from lln.matching.moments import Moments, packed_moments, tensor_moments
+from lln.matching.moments import packed_moments
 
 
 def with_numbers(call: Call, impl: str) -> Call:
@@ -27,9 +27,15 @@ def with_numbers(call: Call, impl: str) -> Call:
     if impl == "reference":
         query, key = call.query.double(), call.key.double()
         measured = call.replace(query=query, key=key)
-    moments = _moments(measured, impl)
-    if alpha is None:
-        alpha, beta = _temperatures(measured, moments)
+    if call.bounds is None:
+        moments = measure_heads(measured.query, measured.key, call.key_mask, impl)
+    else:
+        moments = packed_moments(measured.query, measured.key, call.bounds.long())
+    if alpha is None and call.matching == "paper":
+        known = with_temperatures(measured, impl)
+        alpha, beta = known.alpha, known.beta
+    elif alpha is None:
+        alpha, beta = keys_temperatures(moments, call.query.shape[-1], call.matching)
     if offset is None:
         offset = mass_offset(moments, alpha, beta, call.query.shape[-1], call.scale)
     return call.replace(alpha=alpha, beta=beta, offset=offset)
@@ -53,7 +59,9 @@ def _usable(call: Call, indices: Tensor) -> Tensor:
 def choose_for(call: Call, impl: str) -> Tensor:
     """Indices of the keys a call asks for by number: ``[B, H, G, K]``, packed ``[H, G, K]``."""
     assert isinstance(call.keys, int)
-    query, key, keys, flip = call.query, call.key, call.keys, _flips(call)
+    query, key, keys = call.query, call.key, call.keys
+    # A negative factor of the scores turns the choice around.
+    flip = call.scale is not None and call.scale < 0
     if call.bounds is None:
         if impl == "triton":
             sizes = {"block_size": call.block_size, "group_size": call.group_size}
@@ -69,34 +77,8 @@ def choose_for(call: Call, impl: str) -> Tensor:
     return choose(query, key, keys, groups, flip=flip)[0]
 
 
-def _moments(call: Call, impl: str) -> Moments:
-    if call.bounds is None:
-        return measure_heads(call.query, call.key, call.key_mask, impl)
-    return packed_moments(call.query, call.key, call.bounds.long())
-
-
-def _temperatures(call: Call, moments: Moments) -> tuple[Tensor, Tensor]:
-    if call.matching == "paper":
-        return paper_temperatures(call)
-    return keys_temperatures(moments, call.query.shape[-1], call.matching)
-
-
-def paper_temperatures(call: Call) -> tuple[Tensor, Tensor]:
-    """α and β of ``matching="paper"``, ``[1, 1, 1, 1]``: one statistic over all tokens."""
-    query, key = call.query, call.key
-    if call.bounds is not None:
-        query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-    moments = tensor_moments(query, key, call.key_mask)
-    return keys_temperatures(moments, query.shape[-1], "paper")
-
-
 def _groups(call: Call) -> Groups:
     """Who chooses in a dense call."""
     batch, _, tokens, _ = call.query.shape
     blocks = dense_blocks(batch, tokens, call.block_size, call.key_mask, call.query.device)
     return Groups(blocks, call.group_size, call.key_mask)
-
-
-def _flips(call: Call) -> bool:
-    """Whether the scores have a negative factor, which turns the choice around."""
-    return call.scale is not None and call.scale < 0

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from lln.checks.call import Call
-from lln.functional.announcing import announce_call
 from lln.functional.kernel_ways import KernelWay
-from lln.functional.key_calls import complete
-from lln.functional.one_by_one import no_tokens
 from lln.functional.padded_keys import attend_padded
 from lln.functional.way import Prepared
 from lln.kernels.keys.keys_ops import fused_keys
 from lln.kernels.launching.limits import MAX_CHOSEN, why_no_keys
-from lln.observers import is_observed
 from lln.tracing import has_values, is_capturing
 
 
@@ -25,7 +23,7 @@ class KeyKernels(KernelWay):
 
     def why_not(self, call: Call) -> str | None:
         """See `Way.why_not`."""
-        return super().why_not(call) or _why_not_taken(call) or _why_not_chosen(call)
+        return super().why_not(call) or _why_not_taken(call)
 
     def prepare(self, call: Call) -> Prepared:
         """See `Way.prepare`."""
@@ -41,36 +39,21 @@ class KeyKernels(KernelWay):
         )
 
     def run(self, call: Call, prepared: Prepared) -> Tensor:
-        """See `Way.run`."""
+        """See `Way.run`; padded sequences match and choose for themselves."""
         if call.bounds is not None and call.query.shape[0] > 0:
-            return self.attend_packed(call, prepared)
-        call = complete(call, self.impl)
-        if is_observed():
-            announce_call(call)
-        return self.attend_dense(call, prepared) if call.bounds is None else no_tokens(call)
+            return attend_padded(call, self.impl, lambda own: self.attend_dense(own, prepared))
+        return super().run(call, prepared)
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
-        del prepared
-        return fused_keys(
-            *call.qkv,
-            call.alpha,
-            call.beta,
-            call.offset,
-            call.keys,
-            key_mask=call.key_mask,
-            block_size=call.block_size,
-            group_size=call.group_size,
-            scale=call.scale,
-        )
-
-    def attend_packed(self, call: Call, prepared: Prepared) -> Tensor:
-        """See `Way.attend_packed`; waits for the values of the bounds."""
-        return attend_padded(call, self.impl, lambda own: self.attend_dense(own, prepared))
+        numbers = (call.alpha, call.beta, call.offset)
+        form = {"block_size": call.block_size, "group_size": call.group_size}
+        options: dict[str, Any] = {"key_mask": call.key_mask, "scale": call.scale, **form}
+        return fused_keys(*call.qkv, *numbers, call.keys, **options)
 
 
 def _why_not_taken(call: Call) -> str | None:
-    """Why the kernels attend to no such blocks and groups."""
+    """Why the kernels take no such blocks, groups and numbers of keys."""
     if call.bounds is not None:
         if isinstance(call.keys, Tensor):
             return "takes no indices of keys in packed sequences"
@@ -78,12 +61,7 @@ def _why_not_taken(call: Call) -> str | None:
             return "reads cu_seqlens where keys are exact, which a compiler or transform hides"
         if is_capturing():
             return "reads cu_seqlens where keys are exact, which a CUDA graph cannot wait for"
-    return why_no_keys(call.query, call.value.shape[-1], call.block_size, call.group_size)
-
-
-def _why_not_chosen(call: Call) -> str | None:
-    """Why the kernels cannot choose so many keys."""
-    keys = call.keys
-    if isinstance(keys, int) and keys > MAX_CHOSEN:
-        return f"chooses at most {MAX_CHOSEN} keys, not {keys}"
-    return None
+    reason = why_no_keys(call.query, call.value.shape[-1], call.block_size, call.group_size)
+    if reason is None and isinstance(call.keys, int) and call.keys > MAX_CHOSEN:
+        return f"chooses at most {MAX_CHOSEN} keys, not {call.keys}"
+    return reason

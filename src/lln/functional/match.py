@@ -2,13 +2,11 @@
 
 Both implementations give the statistics of `lln.matching.moments`; the kernel reads q and k once.
 
-Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width, n packed
-sequences.
+Dimension legend: as in `lln.checks.call`.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -28,12 +26,7 @@ from lln.matching.moments import (
 
 
 def with_temperatures(call: Call, impl: str) -> Call:
-    """The call with α and β in place.
-
-    Args:
-        call: A call without exact keys.
-        impl: What computes them, as in `match_inputs`.
-    """
+    """A call without exact keys, or with ``matching="paper"``, with α and β in place."""
     if call.alpha is not None or not call.has_temperatures:
         return call
     inputs, matching = (call.query, call.key), call.matching
@@ -76,26 +69,20 @@ def _measured(query: Tensor, key: Tensor, impl: str) -> tuple[Tensor, Tensor]:
 def match_packed(
     query: Tensor, key: Tensor, cu_seqlens: Tensor, longest: int, matching: str, impl: str
 ) -> tuple[Tensor, Tensor]:
-    """α and β of packed sequences ``[T, H, D]``: ``[n, H, 1, 1]``; one value for ``"paper"``.
+    """`match_inputs` of packed sequences: ``[n, H, 1, 1]``, or one value for ``"paper"``.
 
-    Args:
-        query: ``[T, H, D]``.
-        key: ``[T, Hk, D]``.
-        cu_seqlens: ``[n + 1]``.
-        longest: Length of the longest sequence, or more.
-        matching: As in `match_inputs`.
-        impl: As in `match_inputs`.
+    Inputs are ``[T, H, D]``; ``longest`` is the length of the longest sequence, or more.
     """
-    if matching != "paper" and impl == "triton":
-        query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
-        results = fused_moments(query, key, None, cu_seqlens, matching, longest)
-        return results[0], results[1]
     if matching != "paper" and impl == "cpu":
         return _match_in_turn(query, key, cu_seqlens, matching)
-    query, key = _measured(query, key, impl)
-    whole = cu_seqlens[[0, -1]] if matching == "paper" else cu_seqlens
-    measure = partial(packed_moments, centred=matching == "paper")
-    return matched(measure, query, key, whole.long(), criterion=matching)
+    if matching != "paper" and impl != "triton":
+        query, key = _measured(query, key, impl)
+        return matched(packed_moments, query, key, cu_seqlens.long(), criterion=matching)
+    query, key = query.transpose(0, 1)[None], key.transpose(0, 1)[None]
+    if matching == "paper":
+        return match_inputs(query, key, matching, None, impl)
+    results = fused_moments(query, key, None, cu_seqlens, matching, longest)
+    return results[0], results[1]
 
 
 def _match_in_turn(

@@ -22,9 +22,9 @@ CHOICES = ("choice_query", "choice_key")
 def as_sample(call: Call) -> Call:
     """Packed ``[T, H, D]`` as the one sample ``[1, H, T, D]``."""
     query, key, value = (side.transpose(0, 1)[None] for side in call.qkv)
-    choices = {name: getattr(call, name) for name in CHOICES}
     choices = {
-        name: None if side is None else side.transpose(0, 1)[None] for name, side in choices.items()
+        name: None if (side := getattr(call, name)) is None else side.transpose(0, 1)[None]
+        for name in CHOICES
     }
     mix = call.mix
     if isinstance(mix, Tensor):
@@ -44,11 +44,9 @@ def no_tokens(call: Call) -> Tensor:
 
 
 def one_by_one(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
-    """Packed sequences ``[T, H, E]`` with one dense call for each; reads the bounds.
+    """A packed call of at least one token, with a dense call ``[1, H, T, E]`` per sequence.
 
-    Args:
-        call: A packed call with at least one token.
-        attend: Computes a dense call ``[1, H, T, E]``.
+    Reads the bounds.
     """
     assert call.bounds is not None
     whole, outs = as_sample(call), []

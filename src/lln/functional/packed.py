@@ -2,11 +2,12 @@
 
 Sequence s holds the tokens ``cu_seqlens[s] … cu_seqlens[s + 1] − 1`` and attends to itself only.
 
-Dimension legend: T packed tokens, H query heads, Hk key heads, D head width, E value width,
-n sequences.
+Dimension legend: as in `lln.checks.call`, with T packed tokens.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -60,19 +61,9 @@ def lln_attention_varlen(
         >>> lln_attention_varlen(query, key, value, torch.tensor([0, 3, 10])).shape
         torch.Size([10, 2, 8])
     """
-    call = Call(
-        "lln",
-        query,
-        key,
-        value,
-        alpha,
-        beta,
-        matching,
-        key_mask=key_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        bounds=cu_seqlens,
-    )
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal}
+    packing = {"key_mask": key_mask, "bounds": cu_seqlens}
+    call = Call("lln", query, key, value, alpha, beta, matching, **options, **packing)
     return attend(checked_packed_call(call, max_seqlen, enable_gqa), impl)
 
 
@@ -122,20 +113,11 @@ def lln_diag_attention_varlen(
     Returns:
         ``[T, H, E]`` in the dtype of query, equal to one call per sequence.
     """
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    packing = {"key_mask": key_mask, "bounds": cu_seqlens}
+    # Without a block size it is D, once query is checked.
+    blocks = {"mix": mix, "block_size": block_size}
     call = Call(
-        "lln_diag",
-        query,
-        key,
-        value,
-        alpha,
-        beta,
-        matching,
-        mix,
-        block_size,  # pyright: ignore[reportArgumentType] None = D, once query is checked
-        scale,
-        key_mask,
-        dropout_p,
-        is_causal,
-        cu_seqlens,
+        "lln_diag", query, key, value, alpha, beta, matching, **blocks, **options, **packing
     )
     return attend(checked_packed_call(call, max_seqlen, enable_gqa), impl)

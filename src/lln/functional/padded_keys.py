@@ -19,10 +19,11 @@ from torch import Tensor
 from lln.checks.bounds import read_bounds
 from lln.checks.call import Call
 from lln.eager.padding import Padding, pad_sequences
-from lln.functional.announcing import announce_call
-from lln.functional.key_calls import complete, paper_temperatures
+from lln.functional.key_calls import complete
+from lln.functional.match import with_temperatures
+from lln.functional.one_by_one import NUMBERS
 from lln.kernels.launching.limits import MAX_GRID
-from lln.observers import is_observed
+from lln.observers import announce_call, is_observed
 
 
 class PaddedCall(NamedTuple):
@@ -37,10 +38,6 @@ class PaddedCall(NamedTuple):
     packed: Call
     padding: Padding
     groups: list[Call]
-
-    def unpad(self, outs: list[Tensor]) -> Tensor:
-        """The outputs ``[b, H, L, E]`` of the groups → ``[T, H, E]``."""
-        return self.padding.unpad(outs)
 
     def as_completed(self) -> Call:
         """The packed call with α, β, the offset and the chosen keys of the groups.
@@ -89,22 +86,16 @@ class PaddedCall(NamedTuple):
 def attend_padded(call: Call, impl: str, attend: Callable[[Call], Tensor]) -> Tensor:
     """``[T, H, E]`` of a packed call with at least one token; waits for the bounds' values.
 
-    Args:
-        call: The call.
-        impl: What matches and chooses.
-        attend: Computes dense calls in which nothing is missing.
+    ``impl`` matches and chooses, ``attend`` computes dense calls in which nothing is missing.
     """
     padded = pad_call(call, impl)
     if is_observed():
         announce_call(padded.as_completed())
-    return padded.unpad([attend(group) for group in padded.groups])
+    return padded.padding.unpad([attend(group) for group in padded.groups])
 
 
 def pad_call(call: Call, impl: str) -> PaddedCall:
-    """Lay out a packed call with at least one token as dense ones, and complete those.
-
-    Waits for the values of the bounds.
-    """
+    """Lay out a packed call with at least one token as dense ones, and complete those."""
     assert call.bounds is not None
     assert isinstance(call.keys, int)
     tokens, heads, _ = call.query.shape
@@ -115,25 +106,14 @@ def pad_call(call: Call, impl: str) -> PaddedCall:
         max(1, MAX_GRID // (heads + call.key.shape[1])),
         call.query.device,
     )
-    if call.alpha is None and call.matching == "paper":
+    if call.matching == "paper":
         # One statistic over the tokens of all sequences.
-        alpha, beta = paper_temperatures(call)
-        call = call.replace(alpha=alpha, beta=beta)
+        call = with_temperatures(call, impl)
     sides = zip(*(padding.pad(side) for side in call.qkv), strict=True)
-    scalars = (call.alpha, call.beta, call.offset)
-    numbers = zip(*(padding.divide(side) for side in scalars), strict=True)
+    numbers = zip(*(padding.divide(getattr(call, name)) for name in NUMBERS), strict=True)
     groups = []
     for group, (query, key, value), own in zip(padding.groups, sides, numbers, strict=True):
-        dense = call.replace(
-            query=query,
-            key=key,
-            value=value,
-            alpha=own[0],
-            beta=own[1],
-            offset=own[2],
-            key_mask=group.mask,
-            bounds=None,
-            longest=None,
-        )
+        parts = dict(zip(NUMBERS, own, strict=True)) | {"query": query, "key": key, "value": value}
+        dense = call.replace(**parts, key_mask=group.mask, bounds=None, longest=None)
         groups.append(complete(dense, impl))
     return PaddedCall(call, padding, groups)

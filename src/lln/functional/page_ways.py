@@ -37,24 +37,17 @@ class PageKernels(KernelWay):
         axis = 1 if call.bounds is None else -2
         members = call.query.shape[axis] // max(call.key.shape[axis], 1)
         widths = (call.value.shape[-1], call.page_size, pages, members)
-        return why_no_pages(call.query, *widths) or _why_no_choice(call, *widths)
+        reason = why_no_pages(call.query, *widths)
+        if reason is None and call.choice_query is not None:
+            # The width of other queries may differ.
+            reason = why_no_pages(call.choice_query, 1, *widths[1:])
+        return reason
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
-        del prepared
         call = with_pages(call, self.impl)
-        return fused_pages(
-            call.query,
-            call.key,
-            drop_keys(call.value, call.dropout_p),
-            call.keys,
-            window=call.window,
-            sinks=call.sinks,
-            page_size=call.page_size,
-            key_mask=call.key_mask,
-            is_causal=call.is_causal,
-            scale=call.factor,
-        )
+        value = drop_keys(call.value, call.dropout_p)
+        return fused_pages(call.query, call.key, value, call.keys, scale=call.factor, **call.sight)
 
     def attend_packed(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_packed`; waits for the values of the bounds."""
@@ -71,10 +64,3 @@ class PageKernels(KernelWay):
             dense = call.replace(**own, key_mask=group.mask, bounds=None, longest=None)
             outs.append(self.attend_dense(dense, prepared))
         return padding.unpad(outs)
-
-
-def _why_no_choice(call: Call, *widths: int) -> str | None:
-    """Why the kernels cannot choose by other queries, whose width may differ."""
-    if call.choice_query is None:
-        return None
-    return why_no_pages(call.choice_query, 1, *widths[1:])

@@ -1,7 +1,6 @@
 """The entry points of attention to a window, sinks and pages: dense, packed, and the choice alone.
 
-Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width, E value
-width, r width of what pages are chosen by, P pages per query, n packed sequences.
+Dimension legend: as in `lln.checks.call`; r width of what pages are chosen by, P pages per query.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
 from lln.functional import ways
 from lln.functional.checked_call import checked_call, checked_packed_call
-from lln.functional.page_calls import choose_for
+from lln.functional.page_calls import STEP, choose_for
 from lln.functional.run import attend
 from lln.precision import without_autocast
 
@@ -74,10 +73,6 @@ def page_attention(
         ``[B, H, T, E]`` in the dtype of query. A row that sees no valid key gives zeros. Gradients
         do not flow through the choice.
 
-    Raises:
-        InvalidInputError: One sentence on what does not fit.
-        BackendUnavailableError: If the implementation asked for cannot run.
-
     Example:
         >>> import torch
         >>> query, key, value = torch.randn(3, 1, 2, 200, 16)
@@ -86,8 +81,7 @@ def page_attention(
     """
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     form: dict[str, Any] = {"window": window, "sinks": sinks, "keys": pages, "page_size": page_size}
-    call = Call("pages", query, key, value, key_mask=key_mask, **options, **form)
-    call = _with_choice(call, choice)
+    call = Call("pages", query, key, value, key_mask=key_mask, **_sides(choice), **options, **form)
     return attend(checked_call(call, "page_attention", enable_gqa), impl)
 
 
@@ -143,8 +137,8 @@ def page_attention_varlen(
     """
     options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     form: dict[str, Any] = {"window": window, "sinks": sinks, "keys": pages, "page_size": page_size}
-    call = Call("pages", query, key, value, key_mask=key_mask, bounds=cu_seqlens, **options, **form)
-    call = _with_choice(call, choice)
+    packing = {"key_mask": key_mask, "bounds": cu_seqlens}
+    call = Call("pages", query, key, value, **packing, **_sides(choice), **options, **form)
     return attend(checked_packed_call(call, max_seqlen, enable_gqa), impl)
 
 
@@ -197,12 +191,10 @@ def choose_pages(
     call = Call("pages", query, key, key, **options, **form)
     call = checked_call(call, "choose_pages", enable_gqa)
     with torch.no_grad(), without_autocast(query):
-        return choose_for(call, ways.prepare(call, impl).impl).long()
+        prepared = ways.prepare(call, impl)
+        return choose_for(call, prepared.impl, STEP in prepared.how).long()
 
 
-def _with_choice(call: Call, choice: Choice | None) -> Call:
-    """The call with what its pages are chosen by."""
-    if choice is None:
-        return call
-    choice_query, choice_key = choice
-    return call.replace(choice_query=choice_query, choice_key=choice_key)
+def _sides(choice: Choice | None) -> dict[str, Any]:
+    """What pages are chosen by, as a call names it."""
+    return {} if choice is None else dict(zip(("choice_query", "choice_key"), choice, strict=True))

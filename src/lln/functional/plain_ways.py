@@ -6,13 +6,11 @@ from torch import Tensor
 
 from lln.checks.call import Call
 from lln.eager.packing import attend_packed, attend_packed_keys
+from lln.eager.page_step import is_step
 from lln.eager.run import attend_dense
-from lln.functional.announcing import announce_call
-from lln.functional.key_calls import complete
-from lln.functional.one_by_one import no_tokens, one_by_one
-from lln.functional.page_calls import with_pages
+from lln.functional.one_by_one import one_by_one
+from lln.functional.page_calls import STEP, with_pages
 from lln.functional.way import ATTENTIONS, Prepared, Way
-from lln.observers import is_observed
 from lln.tracing import has_values, is_untraced_on_cpu
 
 # How it goes about a call: `Prepared.how`.
@@ -35,8 +33,10 @@ class Plain(Way):
     def prepare(self, call: Call) -> Prepared:
         """See `Way.prepare`."""
         how: tuple[str, ...] = ()
-        if call.kind == "pages":
-            how = (IN_TURN,) if call.bounds is not None else ()
+        if call.kind == "pages" and call.bounds is None:
+            how = (STEP,) if is_step(call) else ()
+        elif call.kind == "pages":
+            how = (IN_TURN,)
         elif call.kind not in ("window", "lln_keys") and is_untraced_on_cpu(
             *call.qkv, call.alpha, call.beta, call.mix, call.bounds
         ):
@@ -52,26 +52,19 @@ class Plain(Way):
         return f"{', '.join(('Plain PyTorch computes the call', *prepared.how))}."
 
     def run(self, call: Call, prepared: Prepared) -> Tensor:
-        """See `Way.run`; exact keys are chosen, too."""
+        """See `Way.run`; a token is added to a summary, too."""
         if call.kind == "decode":
             return call.summary.append(call.key, call.value).read(call.query, call.alpha)
-        if call.kind != "lln_keys":
-            return super().run(call, prepared)
-        call = complete(call, self.impl)
-        if is_observed():
-            announce_call(call)
-        if call.bounds is None:
-            return attend_dense(call)
-        return no_tokens(call) if call.query.shape[0] == 0 else attend_packed_keys(call)
+        return super().run(call, prepared)
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
         if call.kind == "pages":
             call = with_pages(call, self.impl)
-        return attend_dense(call, walks=WALK in prepared.how)
+        return attend_dense(call, walks=WALK in prepared.how, is_step=STEP in prepared.how)
 
     def attend_packed(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_packed`."""
         if IN_TURN in prepared.how:
             return one_by_one(call, lambda own: self.attend_dense(own, prepared))
-        return attend_packed(call)
+        return attend_packed_keys(call) if call.kind == "lln_keys" else attend_packed(call)

@@ -14,12 +14,9 @@ from torch import Tensor
 from lln import reference
 from lln.checks.call import Call
 from lln.eager.run import join, repeat_heads, repeat_temperature, widen
-from lln.functional.announcing import announce_call
-from lln.functional.key_calls import complete
-from lln.functional.one_by_one import as_sample, no_tokens, of_sequence, one_by_one
+from lln.functional.one_by_one import NUMBERS, as_sample, of_sequence, one_by_one
 from lln.functional.page_calls import with_pages
 from lln.functional.way import ATTENTIONS, Prepared, Way
-from lln.observers import is_observed
 
 
 class Reference(Way):
@@ -32,27 +29,16 @@ class Reference(Way):
 
     def describe(self, prepared: Prepared) -> str:
         """A sentence on what computes a prepared call."""
-        del prepared
         return "The N×N reference computes the call in float64."
-
-    def run(self, call: Call, prepared: Prepared) -> Tensor:
-        """See `Way.run`; keys are chosen by plain PyTorch."""
-        if call.kind != "lln_keys":
-            return super().run(call, prepared)
-        call = complete(call, self.impl)
-        if is_observed():
-            announce_call(call)
-        if call.bounds is None:
-            return self.attend_dense(call, prepared)
-        return no_tokens(call) if call.query.shape[0] == 0 else _keys_one_by_one(call)
 
     def attend_packed(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_packed`."""
+        if call.kind == "lln_keys":
+            return _keys_one_by_one(call)
         return one_by_one(call, lambda own: self.attend_dense(own, prepared))
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_dense`."""
-        del prepared
         return _attend(with_pages(call, self.impl) if call.kind == "pages" else call)
 
 
@@ -64,43 +50,33 @@ def _attend(call: Call) -> Tensor:
         repeat_temperature(side, heads, torch.float64)
         for side in (call.alpha, call.beta, call.offset)
     )
-    sides = (query, key, value)
+    sides, keep = (query, key, value), _kept_pairs(call)
+    options: dict[str, Any] = {"keep": keep, "scale": call.scale}
     if call.kind == "pages":
-        pairs = reference.page_pairs(
-            repeat_heads(call.keys, heads),
-            key.shape[2],
-            window=call.window,
-            sinks=call.sinks,
-            page_size=call.page_size,
-            key_mask=call.key_mask,
-            is_causal=call.is_causal,
-        )
-        kept: dict[str, Any] = {"keep": pairs, "scale": call.scale}
-        return reference.softmax_attention(*sides, **kept).to(call.query.dtype)
-    keep = _kept_pairs(call)
-    if call.kind == "lln_keys":
-        exact = reference.exact_pairs(
-            call.keys, query.shape[2], call.block_size, call.group_size, keep=keep
-        )
-        out = reference.lln_keys_attention(
-            *sides, alpha, beta, exact, offset, keep=keep, scale=call.scale
-        )
-        return out.to(call.query.dtype)
-    if call.kind == "window":
-        near: dict[str, Any] = {"keep": keep, "scale": call.scale, "is_causal": call.is_causal}
-        return reference.window_attention(*sides, call.window, **near).to(call.query.dtype)
-    parts = []
-    if call.kind != "diag":
-        parts.append(reference.lln_attention(*sides, alpha, beta, keep=keep))
-    if call.kind != "lln":
-        blocks = {"keep": keep, "scale": call.scale}
-        parts.append(reference.block_diagonal_attention(*sides, call.block_size, **blocks))
-    out = parts[0] if len(parts) == 1 else join(parts[0], parts[1], call.mix)
+        pages = repeat_heads(call.keys, heads)
+        options["keep"] = reference.page_pairs(pages, key.shape[2], **call.sight)
+        out = reference.softmax_attention(*sides, **options)
+    elif call.kind == "lln_keys":
+        form = (query.shape[2], call.block_size, call.group_size)
+        exact = reference.exact_pairs(call.keys, *form, keep=keep)
+        out = reference.lln_keys_attention(*sides, alpha, beta, exact, offset, **options)
+    elif call.kind == "window":
+        options["is_causal"] = call.is_causal
+        out = reference.window_attention(*sides, call.window, **options)
+    else:
+        parts = []
+        if call.kind != "diag":
+            parts.append(reference.lln_attention(*sides, alpha, beta, keep=keep))
+        if call.kind != "lln":
+            parts.append(reference.block_diagonal_attention(*sides, call.block_size, **options))
+        out = parts[0] if len(parts) == 1 else join(parts[0], parts[1], call.mix)
     return out.to(call.query.dtype)
 
 
 def _kept_pairs(call: Call) -> Tensor | None:
-    """Which pairs count: bool ``[B, 1, T, S]``; None = all."""
+    """Which pairs count: bool ``[B, 1, T, S]``; None = all. Pages say it themselves."""
+    if call.kind == "pages":
+        return None
     tokens, mask = call.query.shape[2], call.key_mask
     keep = None if mask is None else mask[:, None, None, :].expand(-1, 1, tokens, -1)
     if not call.is_causal:
@@ -119,11 +95,9 @@ def _keys_one_by_one(call: Call) -> Tensor:
         chosen = call.keys[None, :, block * rows : (block + count) * rows]
         chosen = torch.where((chosen >= start) & (chosen < end), chosen - start, -1)
         block += count
-        alpha, beta, offset = (
-            of_sequence(side, number) for side in (call.alpha, call.beta, call.offset)
-        )
+        own = {name: of_sequence(getattr(call, name), number) for name in NUMBERS}
         query, key, value = (side[:, :, start:end] for side in whole.qkv)
-        own = {"query": query, "key": key, "value": value, "alpha": alpha, "beta": beta}
-        dense = whole.replace(**own, offset=offset, keys=chosen, bounds=None, longest=None)
+        own |= {"query": query, "key": key, "value": value}
+        dense = whole.replace(**own, keys=chosen, bounds=None, longest=None)
         outs.append(_attend(dense)[0].transpose(0, 1))
     return torch.cat(outs)

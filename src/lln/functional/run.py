@@ -18,15 +18,7 @@ from lln.tracing import is_compiling, is_sharded
 
 
 def attend(call: Call, impl: str) -> Tensor:
-    """Compute a checked call.
-
-    Args:
-        call: The call.
-        impl: ``"auto"``, ``"eager"``, ``"cpu"``, ``"triton"`` or ``"reference"``.
-
-    Returns:
-        ``[B, H, T, E]``, or packed ``[T, H, E]``, in the dtype of query.
-    """
+    """The output of a checked call, ``[B, H, T, E]`` or packed ``[T, H, E]``, in query's dtype."""
     if is_sharded(call.query):
         return on_own_shards(call, lambda own: attend(own, impl))
     call = call.with_fitted_blocks()

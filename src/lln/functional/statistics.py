@@ -15,8 +15,6 @@ from lln.functional.match import match_inputs, measure_heads
 from lln.matching.moments import Moments, head_temperatures, matched, tensor_moments
 from lln.precision import without_autocast
 
-SCOPES = ("head", "tensor")
-
 
 def match_moments(
     query: Tensor,
@@ -56,7 +54,7 @@ def match_moments(
     checks.check_qkv(query, key, key, layout="dense", enable_gqa=True)
     checks.check_key_mask(key_mask, key)
     checks.check_matching(criterion)
-    check_choice("scope", scope, SCOPES)
+    check_choice("scope", scope, ("head", "tensor"))
     with without_autocast(query):
         if scope == "tensor":
             return matched(tensor_moments, query, key, key_mask, criterion=criterion)

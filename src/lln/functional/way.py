@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lln.checks.call import Call
-from lln.functional.announcing import announce_call
+from lln.functional.key_calls import complete
 from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens
-from lln.functional.page_calls import with_pages
-from lln.observers import is_observed
+from lln.functional.page_calls import STEP, with_pages
+from lln.observers import announce_call, is_observed
 from lln.precision import without_autocast
 
 # The kinds of calls that are attention; the others are parts of it.
@@ -46,12 +46,10 @@ class Way:
 
     def why_not(self, call: Call) -> str | None:
         """Why it cannot compute a call, as the middle of a sentence; None if it can."""
-        del call
         return None
 
     def pays(self, call: Call) -> bool:
         """Whether ``impl="auto"`` should take it for a call that it can compute."""
-        del call
         return True
 
     def prepare(self, call: Call) -> Prepared:
@@ -60,14 +58,16 @@ class Way:
 
     def describe(self, prepared: Prepared) -> str:
         """A sentence on what computes a prepared call."""
-        del prepared
         return f"Computed by: {self.name}."
 
     def run(self, call: Call, prepared: Prepared) -> Tensor:
-        """Match α and β where they are missing, tell observers, and attend."""
-        call = with_temperatures(call, prepared.impl)
-        if call.kind == "pages" and call.bounds is None:
-            call = with_pages(call, prepared.impl)
+        """Match and choose what is missing, tell observers, and attend."""
+        if call.kind == "lln_keys":
+            call = complete(call, prepared.impl)
+        elif call.kind == "pages" and call.bounds is None:
+            call = with_pages(call, prepared.impl, STEP in prepared.how)
+        else:
+            call = with_temperatures(call, prepared.impl)
         if is_observed():
             announce_call(call)
         if call.bounds is None:
@@ -77,11 +77,11 @@ class Way:
         return self.attend_packed(call, prepared)
 
     def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
-        """``[B, H, T, E]`` of a call whose α and β are known."""
+        """``[B, H, T, E]`` of a call that lacks nothing but, of a packed sequence, pages."""
         raise NotImplementedError
 
     def attend_packed(self, call: Call, prepared: Prepared) -> Any:
-        """``[T, H, E]`` of packed sequences with at least one token, α and β known."""
+        """``[T, H, E]`` of packed sequences with a token, which lack nothing but pages."""
         raise NotImplementedError
 
 

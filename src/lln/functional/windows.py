@@ -1,7 +1,6 @@
 """The entry points of attention inside a sliding window: dense and packed.
 
-Dimension legend: B batch, H query heads, Hk key heads, T tokens, D head width, E value width,
-n packed sequences.
+Dimension legend: as in `lln.checks.call`, with T tokens.
 """
 
 from __future__ import annotations
@@ -50,10 +49,6 @@ def window_attention(
     Returns:
         ``[B, H, T, E]`` in the dtype of query. A row that sees no valid key gives zeros. NaN in a
         key or value shows in every row that sees it, and may show in rows near those.
-
-    Raises:
-        InvalidInputError: One sentence on what does not fit.
-        BackendUnavailableError: If the implementation asked for cannot run.
 
     Example:
         >>> import torch

@@ -97,25 +97,15 @@ class AttentionInputs:
     @property
     def call(self) -> Call:
         """The call that this attention is, or for softmax one that takes the same tensors."""
-        is_softmax = self.kind == "softmax"
-        return Call(
-            "lln" if is_softmax else self.kind,
-            self.query,
-            self.key,
-            self.key,
-            1.0 if is_softmax else self.alpha,
-            1.0 if is_softmax else self.beta,
-            "variance" if is_softmax else self.criterion,
-            block_size=_KEYS_BLOCK if self.block_size is None else self.block_size,
-            scale=self.scale,
-            key_mask=self.key_mask,
-            is_causal=self.is_causal,
-            bounds=self.cu_seqlens,
-            keys=self.keys,
-            group_size=self.group_size,  # pyright: ignore[reportArgumentType] None = a block
-            offset=self.offset,
-            window=self.window if self.kind == "window" else 0,
-        )
+        kind, numbers = self.kind, (self.alpha, self.beta, self.criterion)
+        if kind == "softmax":
+            kind, numbers = "lln", (1.0, 1.0, "variance")
+        names = ("scale", "key_mask", "is_causal", "keys", "group_size", "offset")
+        options = {name: getattr(self, name) for name in names}
+        options["block_size"] = _KEYS_BLOCK if self.block_size is None else self.block_size
+        options["window"] = self.window if kind == "window" else 0
+        sides = (self.query, self.key, self.key)
+        return Call(kind, *sides, *numbers, bounds=self.cu_seqlens, **options)
 
     @property
     def criterion(self) -> str:

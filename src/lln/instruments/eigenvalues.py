@@ -46,7 +46,12 @@ def second_modulus(matrix: Tensor) -> float:
 
 def second_modulus_of_product(product: Product, size: int, device: torch.device) -> float:
     """|λ₂| of a row-stochastic matrix that is only known by X ↦ P·X, ``[N, n]`` to ``[N, n]``."""
-    return _largest_modulus(_deflate(product), size, device)
+
+    def deflated(vectors: Tensor) -> Tensor:
+        image = product(vectors)
+        return image - image.mean(0)
+
+    return _largest_modulus(deflated, size, device)
 
 
 def second_moduli(matrices: Tensor) -> Tensor:
@@ -72,14 +77,6 @@ def _irreducible(matrix: Tensor) -> float:
     return second_modulus_of_product(matrix.matmul, matrix.shape[0], matrix.device)
 
 
-def _deflate(product: Product) -> Product:
-    def deflated(vectors: Tensor) -> Tensor:
-        image = product(vectors)
-        return image - image.mean(0)
-
-    return deflated
-
-
 def _largest_modulus(product: Product, size: int, device: torch.device) -> float:
     """Largest eigenvalue modulus of x ↦ M·x."""
     linalg = _scipy("scipy.sparse.linalg")
@@ -98,14 +95,8 @@ def _largest_modulus(product: Product, size: int, device: torch.device) -> float
 
     def attempt(dimension: int, restarts: int, tolerance: float) -> float | None:
         try:
-            values, vectors = linalg.eigs(
-                operator,
-                k=1,
-                ncv=min(dimension, size - 1),
-                maxiter=restarts,
-                tol=tolerance,
-                v0=start[:, 0].numpy(),
-            )
+            effort = {"ncv": min(dimension, size - 1), "maxiter": restarts, "tol": tolerance}
+            values, vectors = linalg.eigs(operator, k=1, v0=start[:, 0].numpy(), **effort)
         except linalg.ArpackError:
             return None
         vector = torch.from_numpy(vectors[:, 0])

@@ -14,14 +14,15 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lln.checks.call import Call
 from lln.instruments.interception import Patch, Sighting, inside, listening, sight, sighted
-from lln.observers import Announcement
 from lln.precision import cast_for_autocast
 
 LOOKED_FOR = (
@@ -74,20 +75,30 @@ def patches_for(model: nn.Module) -> list[Patch]:
     return patches
 
 
-@functools.cache
-def _watch_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _watched(original: Callable[..., Any], see: Callable[..., None]) -> Callable[..., Any]:
+    """The original, which shows its arguments unless a call inside of it was seen."""
+
     @functools.wraps(original)
-    def watched(*args: Any, **kwargs: Any) -> Tensor:
-        if _second_run.active:
-            _see_sdpa(*args, **kwargs)
-            raise _ProjectedError
+    def watched(*args: Any, **kwargs: Any) -> Any:
         before = sighted()
         out = original(*args, **kwargs)
         if listening() and sighted() == before:
-            _see_sdpa(*args, **kwargs)
+            see(*args, **kwargs)
         return out
 
     return watched
+
+
+@functools.cache
+def _watch_sdpa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def unless_projected(*args: Any, **kwargs: Any) -> Tensor:
+        if _second_run.active:
+            _see_sdpa(*args, **kwargs)
+            raise _ProjectedError
+        return original(*args, **kwargs)
+
+    return _watched(unless_projected, _see_sdpa)
 
 
 def _see_sdpa(
@@ -104,7 +115,7 @@ def _see_sdpa(
     if not problem:
         query, key = cast_for_autocast(query, key)
         query, key, attn_mask = _four_axes(query, key, attn_mask)
-    call = Announcement("softmax", query, key, scale=scale, is_causal=is_causal)
+    call = Call("softmax", query, key, key, scale=scale, is_causal=is_causal)
     sight(Sighting(call, pair_mask=attn_mask, problem=problem))
 
 
@@ -133,59 +144,41 @@ def _four_axes(
 def _watch_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        before = sighted()
-        out = original(*args, **kwargs)
-        if listening() and sighted() == before:
-            # To return the weights it took a path that cannot be seen. Run the visible path again,
-            # up to the attention. The mask says what is_causal only hints at.
-            again = signature.bind(*args, **kwargs)
-            again.arguments |= {"need_weights": False, "training": False, "is_causal": False}
-            _second_run.active = True
-            try:
-                with torch.no_grad():
-                    original(*again.args, **again.kwargs)
-            except _ProjectedError:
-                pass
-            finally:
-                _second_run.active = False
-        return out
+    def see(*args: Any, **kwargs: Any) -> None:
+        # To return the weights it took a path that cannot be seen. Run the visible path again, up
+        # to the attention. The mask says what is_causal only hints at.
+        again = signature.bind(*args, **kwargs)
+        again.arguments |= {"need_weights": False, "training": False, "is_causal": False}
+        _second_run.active = True
+        try:
+            with torch.no_grad(), suppress(_ProjectedError):
+                original(*again.args, **again.kwargs)
+        finally:
+            _second_run.active = False
 
-    return watched
+    return _watched(original, see)
 
 
 @functools.cache
 def _watch_native_multi_head(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def watched(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = original(query, key, value, *args, **kwargs)
-        if listening():
-            _see_projection(query, key, *args, **kwargs)
-        return out
+    def see(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> None:
+        _see_projection(query, key, *args, **kwargs)
 
-    return watched
+    return _watched(original, see)
 
 
 @functools.cache
 def _watch_encoder_layer(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def watched(source: Tensor, *args: Any) -> Tensor:
-        out = original(source, *args)
-        if listening():
-            width, heads, weight, bias = args[:4]
-            norm_first, eps, norm_weight, norm_bias = args[7:11]
-            mask, mask_type = args[17:19]
-            with torch.no_grad():
-                hidden = source
-                if norm_first:
-                    hidden = F.layer_norm(source, (width,), norm_weight, norm_bias, eps)
-                _see_projection(
-                    hidden, hidden, width, heads, weight, bias, mask=mask, mask_type=mask_type
-                )
-        return out
+    @torch.no_grad()
+    def see(hidden: Tensor, *args: Any) -> None:
+        width, heads, weight, bias = args[:4]
+        norm_first, eps, norm_weight, norm_bias = args[7:11]
+        if norm_first:
+            hidden = F.layer_norm(hidden, (width,), norm_weight, norm_bias, eps)
+        masks = {"mask": args[17], "mask_type": args[18]}
+        _see_projection(hidden, hidden, width, heads, weight, bias, **masks)
 
-    return watched
+    return _watched(original, see)
 
 
 @torch.no_grad()
@@ -219,7 +212,7 @@ def _see_projection(
         mask = mask == 0
         if mask_type == 1:
             key_mask, mask = mask, None
-    call = Announcement("softmax", heads[0], heads[1], key_mask=key_mask)
+    call = Call("softmax", heads[0], heads[1], heads[1], key_mask=key_mask)
     sight(Sighting(call, pair_mask=mask))
 
 
@@ -283,12 +276,6 @@ def _interface_sighting(
     weights = None
     if is_eager and not float(named.get("dropout") or 0.0):
         weights = out[1] if isinstance(out, tuple) and isinstance(out[1], Tensor) else None
-    call = Announcement(
-        "softmax",
-        query,
-        key,
-        scale=named.get("scaling"),
-        key_mask=key_mask,
-        is_causal=bool(is_causal),
-    )
+    options: dict[str, Any] = {"scale": named.get("scaling"), "is_causal": bool(is_causal)}
+    call = Call("softmax", query, key, key, key_mask=key_mask, **options)
     return Sighting(call, pair_mask=mask, weights=weights, problem=problem)

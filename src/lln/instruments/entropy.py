@@ -28,9 +28,6 @@ def entropy(inputs: AttentionInputs) -> Tensor:
         ``[B, H]``, float64, on the device of query. NaN for a sample without any valid token, and
         for a head with a NaN or infinity in a valid token; other heads are not touched by it.
 
-    Raises:
-        InvalidInputError: One sentence on what does not fit.
-
     Example:
         >>> import torch
         >>> query = torch.zeros(1, 2, 256, 8)
@@ -42,9 +39,8 @@ def entropy(inputs: AttentionInputs) -> Tensor:
 
 def mean_row_entropy(rows: Rows) -> Tensor:
     """Eq. (7) of every head: ``[G]``."""
-    return sum_over_rows(rows, _tile_entropy) / rows.shape[1]
 
+    def in_bits(tile: RowTile) -> Tensor:
+        return -(tile.p * tile.log_p.clamp_min(LOWEST_LOG)).sum((-2, -1)) / math.log(2)
 
-def _tile_entropy(tile: RowTile) -> Tensor:
-    """Sum of the entropies of a tile's rows in bits: ``[G]``."""
-    return -(tile.p * tile.log_p.clamp_min(LOWEST_LOG)).sum((-2, -1)) / math.log(2)
+    return sum_over_rows(rows, in_bits) / rows.shape[1]

@@ -22,11 +22,10 @@ from torch import Tensor
 from lln.eager.run import repeat_heads
 from lln.functional import ways
 from lln.functional.key_calls import complete
-from lln.functional.statistics import matched_temperatures
+from lln.functional.match import with_temperatures
 from lln.instruments.attention_inputs import AttentionInputs
 from lln.instruments.chosen_keys import ChosenKeys, place_choices
 from lln.instruments.unmasked_heads import UnmaskedHeads
-from lln.matching.moments import packed_moments, temperatures
 from lln.precision import without_autocast
 
 # Numbers of one group of samples: 32 MiB of queries in float64.
@@ -189,15 +188,12 @@ def _temperatures(inputs: AttentionInputs, device: torch.device) -> tuple[Tensor
     if inputs.kind not in ("lln", "lln_diag"):
         alpha = beta = 1.0
     elif alpha is None or beta is None:
-        query, key, matching = inputs.query, inputs.key, inputs.criterion
-        with without_autocast(query), torch.no_grad():
+        call, impl = inputs.call, "eager"
+        with without_autocast(inputs.query), torch.no_grad():
             if inputs.cu_seqlens is None:
-                mask = inputs.key_mask
-                alpha, beta = matched_temperatures(query, key, matching, mask, "auto")
-            else:
-                bounds, centred = inputs.cu_seqlens.long(), matching == "paper"
-                moments = packed_moments(query, key, bounds, centred=centred)
-                alpha, beta = temperatures(moments, query.shape[-1], matching)
+                impl = ways.prepare(call.replace(kind="temperatures"), "auto").impl
+            call = with_temperatures(call, impl)
+        alpha, beta = call.alpha, call.beta
     sizes = (inputs.batch, inputs.query.shape[1], device)
     return per_head(alpha, *sizes), per_head(beta, *sizes)
 

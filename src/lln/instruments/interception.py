@@ -22,7 +22,8 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from lln.observers import Announcement, add_observer, remove_observer
+from lln.checks.call import Call
+from lln.observers import add_observer, remove_observer
 from lln.tracing import is_compiling
 
 
@@ -37,7 +38,7 @@ class Sighting:
         problem: Why queries and keys alone do not determine P; empty if they do.
     """
 
-    call: Announcement
+    call: Call
     pair_mask: Tensor | None = None
     weights: Tensor | None = None
     problem: str = ""
@@ -190,7 +191,7 @@ def stop(listener: Listener, patches: Sequence[Patch]) -> None:
             _board.hooks = []
 
 
-def _hear_entry_point(call: Announcement) -> None:
+def _hear_entry_point(call: Call) -> None:
     """A call of lln's own functions."""
     sight(Sighting(call))
 

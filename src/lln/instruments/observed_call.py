@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.checks.call import Call
 from lln.checks.printing import brief
 from lln.eager.run import repeat_heads
 from lln.instruments import of_matrix
@@ -24,7 +25,6 @@ from lln.instruments.score_variance import score_variance
 from lln.instruments.spectral_gap import spectral_gap
 from lln.instruments.temperature import temperature
 from lln.instruments.variance import variance
-from lln.observers import Announcement
 from lln.precision import without_autocast
 from lln.reference import page_pairs
 
@@ -105,21 +105,21 @@ def prepare(layer: str, call: int, sighting: Sighting) -> SeenCall:
     if seen.kind in ("diag", "lln_diag", "lln_keys"):
         options["block_size"] = seen.block_size
     if seen.kind == "lln_keys":
-        options |= {"offset": _detach(seen.offset), "keys": seen.indices}
+        options |= {"offset": _detach(seen.offset), "keys": seen.keys}
         options["group_size"] = seen.group_size
     if seen.kind == "window":
         options["window"] = seen.window
     if seen.kind == "lln_diag":
         options["mix"] = _detach(seen.mix)
-        if isinstance(seen.mix, Tensor) and seen.mix.dim() and seen.mix.shape[-1] != 1:
+        if seen.mix_has_channels:
             problem = "its two parts are mixed by channel, so that no single P describes them"
     kind = seen.kind
     if kind == "pages":
         kind, pair_mask = "softmax", _page_pairs(seen)
         problem = problem or ("" if pair_mask is not None else _TOO_MANY_PAIRS)
         options["is_causal"] = False
-    if seen.cu_seqlens is not None:
-        options["cu_seqlens"] = seen.cu_seqlens
+    if seen.bounds is not None:
+        options["cu_seqlens"] = seen.bounds
     elif not query.is_nested and seen.kind == "softmax":
         reduced = reduce_mask(sighting.pair_mask, seen.is_causal, query, key)
         pair_mask, options["is_causal"] = reduced.pair_mask, reduced.is_causal
@@ -133,19 +133,12 @@ def prepare(layer: str, call: int, sighting: Sighting) -> SeenCall:
     return SeenCall(layer, call, kind, query, key, options, pair_mask, sighting.weights, problem)
 
 
-def _page_pairs(seen: Announcement) -> Tensor | None:
+def _page_pairs(seen: Call) -> Tensor | None:
     """Which pairs the softmax over a window, sinks and pages holds; None = too many to form."""
-    if seen.indices is None or seen.query.shape[2] * seen.key.shape[2] > _LARGEST_MATRIX:
+    if seen.bounds is not None or seen.query.shape[2] * seen.key.shape[2] > _LARGEST_MATRIX:
         return None
-    return page_pairs(
-        repeat_heads(seen.indices, seen.query.shape[1]),
-        seen.key.shape[2],
-        window=seen.window or 0,
-        sinks=seen.sinks,
-        page_size=seen.page_size,
-        key_mask=seen.key_mask,
-        is_causal=seen.is_causal,
-    )
+    pages = repeat_heads(seen.keys, seen.query.shape[1])
+    return page_pairs(pages, seen.key.shape[2], **seen.sight)
 
 
 def measure(seen: SeenCall, instruments: Sequence[str]) -> tuple[dict[str, Tensor], str]:

@@ -160,9 +160,7 @@ def _check_stochastic(matrix: Tensor) -> Tensor:
             f"{checks.shape_of(matrix)}."
         )
     if matrix.dtype not in checks.FLOAT_DTYPES:
-        raise InvalidInputError(
-            f"matrix must be float64, float32, bfloat16 or float16, got {matrix.dtype}."
-        )
+        raise checks.wrong_dtype("matrix", matrix.dtype)
     if bool((matrix < 0).any()):
         raise InvalidInputError(
             f"matrix must hold probabilities, got the negative entry {matrix.min().item():g}."

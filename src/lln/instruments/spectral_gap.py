@@ -53,11 +53,7 @@ def spectral_gap(inputs: AttentionInputs) -> Tensor:
             f"spectral_gap needs as many queries as keys, got T = {queries} and S = "
             f"{keys}: eigenvalues exist for self attention only."
         )
-    return measure(inputs, _gap)
-
-
-def _gap(heads: UnmaskedHeads) -> Tensor:
-    return (1 - _second_modulus(heads)).clamp(0.0, 1.0)
+    return measure(inputs, lambda heads: (1 - _second_modulus(heads)).clamp(0.0, 1.0))
 
 
 def _second_modulus(heads: UnmaskedHeads) -> Tensor:

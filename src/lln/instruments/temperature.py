@@ -45,18 +45,16 @@ def temperature(inputs: TemperatureInputs) -> Tensor:
     """
     if inputs.measured or inputs.kind in ("lln_diag", "lln_keys"):
         return measure(inputs, lambda heads: measured_temperature(AttentionRows(heads)))
-    return measure(inputs, _lln_temperature if inputs.kind == "lln" else _softmax_temperature)
+    if inputs.kind == "lln":
+        return measure(inputs, _lln_temperature)
+    # Eq. (5).
+    return measure(inputs, lambda heads: score_parts(heads)[0].rsqrt())
 
 
 def measured_temperature(rows: Rows) -> Tensor:
     """1/√(variance of log P inside a row), ``[G]``."""
     within_row, _ = row_and_total_variance(rows)
     return within_row.rsqrt()
-
-
-def _softmax_temperature(heads: UnmaskedHeads) -> Tensor:
-    """Eq. (5)."""
-    return score_parts(heads)[0].rsqrt()
 
 
 def _lln_temperature(heads: UnmaskedHeads) -> Tensor:

@@ -1,7 +1,6 @@
 """One call of an attention function, with what the module and its settings say of it.
 
-Dimension legend: B batch, H query heads, Hk key heads, T queries, S keys, D head width,
-E value width.
+Dimension legend: as in `lln.checks.call`.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ try:
 except ImportError as error:
     raise unavailable(error) from error
 
-from lln.integrations.page_cache import PageCacheLayer
+from lln.integrations.page_cache import ChangesWhole, PageCacheLayer
 
 
-class LLNCacheLayer(CacheLayerMixin):
+class LLNCacheLayer(ChangesWhole, CacheLayerMixin):
     """One layer's past: a `KeySummary` and the unfinished diagonal block, whatever the length."""
 
     is_sliding = False
@@ -97,27 +97,6 @@ class LLNCacheLayer(CacheLayerMixin):
         """Forget everything."""
         self.past, self.seen_tokens, self._waiting = Past(), 0, False
 
-    def offload(self) -> None:
-        """Move the past to the CPU."""
-        self._replace(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move the past back."""
-        if self.is_initialized:
-            self._replace(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let every beam continue the past of the one it descends from."""
-        self._replace(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sample."""
-        self._replace(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the samples at ``indices``."""
-        self._replace(lambda tensor: tensor[indices])
-
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a summary cannot forget single tokens."""
         if tokens_to_remove != 0:
@@ -132,7 +111,7 @@ class LLNCacheLayer(CacheLayerMixin):
             tensor.numel() * tensor.element_size() for tensor in self.past.tensors().values()
         )
 
-    def _replace(self, change: Any) -> None:
+    def _change(self, change: Any) -> None:
         for name, tensor in self.past.tensors().items():
             setattr(self.past, name, change(tensor))
 

@@ -26,16 +26,9 @@ from lln.integrations.settings import Settings
 
 
 class CallSurgeon:
-    """Converts one model.
+    """Converts one model in place, as `lln.integrations.surgeon.Surgeon`.
 
-    Args:
-        model: In place.
-        run: The model as a function of a batch; its outputs are a dictionary.
-        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
-        settings: As `lln.integrations.convert.convert` makes them.
-        layers: Numbers in the order they run, or names; None = all.
-        calibrated: Whether α and β are found on the batch.
-        search: Given every layer to choose keys for, if there is a target.
+    ``run`` is the model as a function of a batch; its outputs are a dictionary.
     """
 
     def __init__(
@@ -61,17 +54,11 @@ class CallSurgeon:
         self.handles: list[RemovableHandle] = []
 
     def convert(
-        self,
-        inputs: dict[str, Tensor],
-        holdout: dict[str, Tensor] | None,
-        on_step: OnStep,
+        self, inputs: dict[str, Tensor], holdout: dict[str, Tensor] | None, on_step: OnStep
     ) -> Conversion:
         """Fit every layer, attach what is chosen, and say what changed.
 
-        Args:
-            inputs: The batch.
-            holdout: The batch to verify a search on.
-            on_step: Told of every step.
+        A search is verified on ``holdout``.
         """
         self.on_layer = partial(on_step, "layers")
         with evaluating(self.model):

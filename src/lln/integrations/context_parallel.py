@@ -118,7 +118,17 @@ def shard_batch(
     whole = dict(batch)
     if "position_ids" not in whole:
         whole["position_ids"] = _positions(model, batch["input_ids"])
-    start, end = _bounds(tokens, ranks.size, ranks.own, multiple_of)
+    pieces = -(-tokens // multiple_of)
+    if pieces < ranks.size:
+        raise InvalidInputError(
+            f"{tokens} tokens in pieces of {multiple_of} do not suffice for {ranks.size} ranks; "
+            "use longer sequences, fewer ranks or a smaller multiple_of."
+        )
+    # The first token of this rank, and that of the next one.
+    start, end = (
+        min(pieces * rank // ranks.size * multiple_of, tokens)
+        for rank in (ranks.own, ranks.own + 1)
+    )
     # Models view labels as one row, which a slice does not allow.
     return {name: entry[:, start:end].contiguous() for name, entry in whole.items()}
 
@@ -134,15 +144,3 @@ def _positions(model: nn.Module, input_ids: Tensor) -> Tensor:
             return found
     numbers = torch.arange(input_ids.shape[1], device=input_ids.device)
     return numbers.expand(input_ids.shape)
-
-
-def _bounds(tokens: int, size: int, own: int, multiple_of: int) -> tuple[int, int]:
-    """The first token of a rank, and that of the next one."""
-    pieces = -(-tokens // multiple_of)
-    if pieces < size:
-        raise InvalidInputError(
-            f"{tokens} tokens in pieces of {multiple_of} do not suffice for {size} ranks; use "
-            "longer sequences, fewer ranks or a smaller multiple_of."
-        )
-    first, last = (min(pieces * rank // size * multiple_of, tokens) for rank in (own, own + 1))
-    return first, last

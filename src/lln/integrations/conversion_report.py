@@ -266,15 +266,12 @@ def _numbers(layer: LayerReport, titles: tuple[str, ...]) -> tuple[str, ...]:
     if len(titles) == 1:
         return ("" if layer.pages is None else str(layer.pages),)
     both = (_span(layer.alpha, layer), _span(layer.beta, layer))
-    return (*both, *_keys_and_offset(layer)) if "offset" in titles else both
-
-
-def _keys_and_offset(layer: LayerReport) -> tuple[str, str]:
-    keys = "" if layer.keys is None else str(layer.keys)
-    if layer.no_rest == layer.heads:
-        return keys, "no slots"
+    if "offset" not in titles:
+        return both
     without = f", {layer.no_rest} none" if layer.no_rest else ""
-    return keys, _span(layer.offset, layer) + without
+    offset = _span(layer.offset, layer) + without
+    keys = "" if layer.keys is None else str(layer.keys)
+    return *both, keys, "no slots" if layer.no_rest == layer.heads else offset
 
 
 def _span(values: tuple[float, float] | None, layer: LayerReport) -> str:

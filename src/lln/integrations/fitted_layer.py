@@ -33,17 +33,13 @@ def fit_layer(
 ) -> LayerReport:
     """Find α, β and offset, or projections, if asked to; compare the output with softmax's.
 
-    Args:
-        name: Of the module.
-        heads: What will be attached to it.
-        call: Its queries, keys and values.
-        softmax_out: ``[B, H, T, E]``, what softmax makes of them.
-        calibrated: Whether they are found on the call.
+    ``heads`` will be attached to the module of that name; softmax's output is ``[B, H, T, E]``.
     """
-    call = _of_heads(call, heads)
+    call = replace(call, heads=heads, settings=heads.settings, dropout_p=0.0)
     if calibrated:
         _fit(heads, call)
-    moved = _moved(call, softmax_out)
+    sides = (attend(call).transpose(1, 2), softmax_out.transpose(1, 2))
+    moved = relative_change(*sides, call.key_mask)
     _, count, _, width = call.query.shape
     if heads.has_pages:
         found = _describe_pages(heads, call)
@@ -54,10 +50,6 @@ def fit_layer(
         if calibrated and isinstance(heads.settings.offset, str):
             found["longest"] = _longest(call)
     return LayerReport(name, heads.attention, count, width, moved=moved, **found)
-
-
-def _of_heads(call: AttentionCall, heads: AttachedHeads) -> AttentionCall:
-    return replace(call, heads=heads, settings=heads.settings, dropout_p=0.0)
 
 
 def _describe_pages(heads: AttachedHeads, call: AttentionCall) -> dict[str, Any]:
@@ -79,12 +71,6 @@ def _fit(heads: AttachedHeads, call: AttentionCall) -> None:
     _fit_temperatures(heads, call)
     if heads.attention == "lln_keys" and isinstance(heads.settings.offset, str):
         _fit_rest(heads, call)
-
-
-def _moved(call: AttentionCall, softmax_out: Tensor) -> float:
-    """How far our output is from softmax's."""
-    own = attend(call).transpose(1, 2)
-    return relative_change(own, softmax_out.transpose(1, 2), call.key_mask)
 
 
 def _fit_temperatures(heads: AttachedHeads, call: AttentionCall) -> None:
@@ -115,18 +101,9 @@ def _fit_rest(heads: AttachedHeads, call: AttentionCall) -> None:
     settings = heads.settings
     is_free = heads.matching == "rest" and settings.statistics in ("fixed", "learned")
     choice = KeyChoice(call.keys, call.block_size, call.group_size)
-    alpha, beta, offset = find_rest(
-        query,
-        key,
-        value,
-        alpha,
-        beta,
-        mask,
-        True,
-        choice,
-        factors=FACTORS if is_free else (1.0,),
-        may_be_none=settings.offset == "fixed",
-    )
+    may_be_none, factors = settings.offset == "fixed", FACTORS if is_free else (1.0,)
+    options: dict[str, Any] = {"factors": factors, "may_be_none": may_be_none}
+    alpha, beta, offset = find_rest(query, key, value, alpha, beta, mask, True, choice, **options)
     if is_free:
         heads.set_temperatures(alpha, beta)
     heads.set_offset(offset)

@@ -51,20 +51,8 @@ def convert_folder(
 ) -> None:
     """``lln convert``: load, convert, save.
 
-    Args:
-        source: A checkpoint folder.
-        target: Where to write the converted one.
-        attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``; None = as `convert` chooses.
-        layers: Numbers or names, separated by commas; None = all.
-        calibrate: A text file, or a folder of them, to find α and β on.
-        target_quality: ``target`` of `convert`; the last quarter of the samples is held out.
-        holdout: Text to hold out instead.
-        samples: Lines of the text to use; with a target or exact keys samples, which are lines
-            joined until they fill ``tokens``.
-        tokens: Longest sample.
-        overwrite: Whether ``target`` may exist.
-        echo: Prints a line.
-        **options: As in `lln.integrations.convert.convert`.
+    `lln.cli.model_commands` says what the arguments are; ``echo`` prints a line, and options go to
+    `lln.integrations.convert.convert`.
     """
     check_places(source, target, overwrite)
     if target_quality is not None:
@@ -93,15 +81,8 @@ def convert_folder(
         nn.Module.to(model, "cuda")
         batch, held = _on(model, batch), None if held is None else _on(model, held)
     check_runs(source, model, batch)
-    report = convert_quietly(
-        model,
-        attention,
-        layers=parse_layers(layers),
-        calibrate=batch,
-        target=target_quality,
-        holdout=held,
-        **options,
-    )
+    options |= {"layers": parse_layers(layers), "target": target_quality}
+    report = convert_quietly(model, attention, calibrate=batch, holdout=held, **options)
     echo(report.render(shutil.get_terminal_size((100, 24)).columns))
     if batch is None:
         echo("measured on random inputs; with --calibrate text.txt, on your text.")

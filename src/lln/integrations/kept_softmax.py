@@ -44,13 +44,10 @@ def softmax(call: AttentionCall) -> Tensor:
         keep.append((mask[:, None, :, None] == mask[:, None, None, :])[:, :, keys - tokens :])
     elif mask is not None:
         keep.append(mask[:, None, None, :])
+    seen = reduce(and_, keep) if keep else None
+    shares = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
-        query,
-        key,
-        call.value,
-        attn_mask=reduce(and_, keep) if keep else None,
-        dropout_p=call.dropout_p,
-        enable_gqa=query.shape[1] != key.shape[1],
+        query, key, call.value, seen, call.dropout_p, enable_gqa=shares
     )
 
 

@@ -81,9 +81,6 @@ def loading(folder: Path, failed: str) -> Iterator[None]:
     Args:
         folder: Of the checkpoint.
         failed: How the sentence begins, such as ``"'model' cannot be loaded"``.
-
-    Raises:
-        InvalidInputError: Whatever the body raised.
     """
     try:
         yield
@@ -93,11 +90,7 @@ def loading(folder: Path, failed: str) -> Iterator[None]:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse a checkpoint whose configuration or index cannot be used, before it is loaded.
-
-    Raises:
-        InvalidInputError: One sentence that names the file.
-    """
+    """Refuse a checkpoint whose configuration or index cannot be used, before it is loaded."""
     path = folder / "config.json"
     found = read_json(path, _CONFIG, "a configuration of a model", _SAVE_AGAIN, _MOST_CONFIG)
     try:
@@ -111,12 +104,7 @@ def check_files(folder: Path) -> None:
 def indexed_files(index: Path, fix: str) -> set[str]:
     """The names of the files that an index of weights lists: they lie beside it.
 
-    Args:
-        index: Such as ``model.safetensors.index.json``.
-        fix: What to do if it cannot be used, for the message.
-
-    Raises:
-        InvalidInputError: One sentence.
+    ``fix`` says what to do if the index cannot be used.
     """
     found: Any = read_json(index, {"weight_map": {str: str}}, "an index of weights", fix)
     names = set(found["weight_map"].values())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lln.integrations.attached import ATTRIBUTE, AttachedHeads, KeptSoftmax, attached_to
+from lln.integrations.attached import ATTRIBUTE, attached_to
 from lln.integrations.transformers import remember_attention
 
 if TYPE_CHECKING:
@@ -36,9 +36,7 @@ def undone_on_error(model: PreTrainedModel) -> Iterator[None]:
             elif hasattr(config, "lln"):
                 delattr(config, "lln")
         for module, own in attached:
-            if ATTRIBUTE in module._modules and isinstance(
-                module._modules[ATTRIBUTE], (AttachedHeads, KeptSoftmax)
-            ):
+            if attached_to(module) is not None:
                 delattr(module, ATTRIBUTE)
             if own is not None:
                 module.add_module(ATTRIBUTE, own)

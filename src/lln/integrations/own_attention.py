@@ -29,9 +29,6 @@ def refuse_own_attention(model: PreTrainedModel, attention: str) -> None:
     Args:
         model: As far as it is built; only its class and configuration count.
         attention: ``"lln"``, ``"lln_diag"`` or ``"lln_keys"``.
-
-    Raises:
-        UnsupportedModelError: Names the type of model and what to do.
     """
     kind = type(model)
     if keeps_own_attention(kind):

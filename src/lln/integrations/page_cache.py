@@ -10,17 +10,47 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from lln.integrations.attached import AttachedHeads
-from lln.matching.page_index import PageIndex
 
 # Tokens that there is room for at least.
 _LEAST_ROOM = 64
 
 
-class PageCacheLayer(DynamicLayer):
+class ChangesWhole:
+    """Of a cache layer: what moves it or chooses among samples changes all that it keeps alike."""
+
+    device: torch.device
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Put ``change(tensor)`` in the place of every tensor that is kept."""
+        raise NotImplementedError
+
+    def offload(self) -> None:
+        """Move the past to the CPU."""
+        self._change(lambda kept: kept.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move the past back."""
+        self._change(lambda kept: kept.to(self.device, non_blocking=True))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let every beam continue the past of the one it descends from."""
+        self._change(lambda kept: kept.index_select(0, beam_idx.to(kept.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sample."""
+        self._change(lambda kept: kept.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the samples at ``indices``."""
+        self._change(lambda kept: kept[indices])
+
+
+class PageCacheLayer(ChangesWhole, DynamicLayer):
     """One layer's past.
 
     Args:
@@ -41,8 +71,9 @@ class PageCacheLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start = self.get_seq_length()
         new = [key_states, value_states]
-        index = self._index()
-        if index is not None:
+        index = None
+        if self.heads is not None and self.heads.index is not None:
+            index = self.heads.index()
             new.append(index.of_keys(key_states))
         self._make_room(start, new)
         end = start + key_states.shape[2]
@@ -60,34 +91,9 @@ class PageCacheLayer(DynamicLayer):
         self.keys = self.values = None
         self.is_initialized = False
 
-    def offload(self) -> None:
-        """Move the past to the CPU."""
-        self._change(lambda room: room.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move the past back."""
-        self._change(lambda room: room.to(self.device, non_blocking=True))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let every beam continue the past of the one it descends from."""
-        self._change(lambda room: room.index_select(0, beam_idx.to(room.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sample."""
-        self._change(lambda room: room.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the samples at ``indices``."""
-        self._change(lambda room: room[indices])
-
     def size(self) -> int:
         """Bytes held."""
         return sum(room.numel() * room.element_size() for room in self._rooms)
-
-    def _index(self) -> PageIndex | None:
-        if self.heads is None or self.heads.index is None:
-            return None
-        return self.heads.index()
 
     def _make_room(self, start: int, new: list[Tensor]) -> None:
         """Double the room where it is too small; training keeps what autograd has seen."""

@@ -94,18 +94,8 @@ def call_of(
         mask = attn_mask[:, 0, 0].expand(query.shape[0], -1)
     if scale is not None:
         query = query * (scale * query.shape[-1] ** 0.5)
-    return AttentionCall(
-        module=module,
-        attention=attention,
-        settings=settings,
-        heads=heads,
-        query=query,
-        key=key,
-        value=value,
-        mask=mask,
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-    )
+    sides, options = (query, key, value), {"is_causal": is_causal, "dropout_p": dropout_p}
+    return AttentionCall(module, attention, settings, heads, *sides, mask=mask, **options)
 
 
 def attach(module: nn.Module, attached: AttachedHeads | KeptSoftmax) -> list[RemovableHandle]:

@@ -68,10 +68,8 @@ def load_search() -> Callable[..., Search]:
 def search_for(target: float | None, holdout: object | None, *given: Any) -> Search | None:
     """The search that a conversion asks for, if it does.
 
-    Args:
-        target: Of `lln.integrations.convert.convert`, like the others.
-        holdout: The batch to verify on.
-        *given: What else the search checks: model, attention, statistics, keys, calibrate.
+    It checks the rest of what the conversion was given: model, attention, statistics, keys,
+    calibrate.
     """
     if target is not None:
         return load_search()(target, *given)

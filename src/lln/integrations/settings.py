@@ -87,33 +87,16 @@ def criterion_of(matching: str | None, attention: str) -> str:
 class Settings:
     """How attention layers named ``lln``, ``lln_diag`` or ``lln_keys`` compute.
 
+    Most are arguments of `lln.integrations.convert.convert`, which says what they are. Without a
+    conversion ``statistics`` is ``"sample"`` or ``"fixed"``, ``mix`` a number, ``convolution`` 0.
+
     Attributes:
-        matching: Criterion of moment matching (see `lln.match_moments`), for ``lln_keys`` also
-            ``"rest"``; None = ``"rest"`` for it, ``"variance"`` for the others.
-        statistics: ``"sample"`` or ``"fixed"``; after `convert` also ``"running"``, ``"learned"``.
         alpha: α of ``"fixed"``, a number; a converted model keeps one value per head instead.
         beta: β of ``"fixed"``.
-        momentum: Of ``"running"``.
-        mix: Weight of the LLN part of ``lln_diag``: a number; after `convert` also a learned join,
-            ``"ratio"``, ``"scale"``, ``"gate"`` or ``"heads"`` (see `lln.LLNDiagCore`).
-        block_size: Tokens in a diagonal block; None = the head width, 64 for ``lln_keys``.
-        keys: Of ``lln_keys``: how many keys outside its block a group of queries sees one by one.
-        group_size: Queries that share them; None = a block.
-        pages: Of ``lln_keys``: how many pages a query sees beside its window and the first tokens,
-            in place of block, keys and slots (see `lln.page_attention`); 0 = that form. None is for
-            `convert` to decide.
-        page_size: Tokens in a page.
-        window: Tokens that a query sees on either side, or before its own.
-        sinks: First tokens that every query sees.
-        rank: Numbers per token that a conversion with ``calibrate`` lets pages be chosen by; None =
-            half the head width.
+        pages: As in `convert`; None is for it to decide.
         offset: What puts the slots on the scale of softmax scores: a number; None = the closed
             form in every call; after `convert` also ``"fixed"`` or ``"learned"``, per head.
-        convolution: Tokens under a depthwise convolution of the values that `convert` gave every
-            module, an odd number; 0 = none.
-        impl: As in `lln.lln_attention`.
-        or_softmax: Of ``lln_keys``: whether calls that are sooner with softmax itself run that; set
-            by `convert`, and ended by training.
+        or_softmax: As in `convert`, which sets it; ended by training.
         attached: Whether `convert` gave every attention module a submodule ``lln`` of its own.
         layers: By name, the sizes of those submodules (see `lln.integrations.attached`).
         format: Version of this dictionary.
@@ -165,7 +148,12 @@ class Settings:
         for name, least in _PAGE_SIZES.items():
             if getattr(self, name) is not None:
                 checks.check_count(name, getattr(self, name), least)
-        self._check_offset()
+        offset = self.offset
+        number = isinstance(offset, Real) and not isinstance(offset, bool) and math.isfinite(offset)
+        if not (offset is None or offset in KEPT_OFFSETS or number):
+            raise InvalidInputError(
+                f"offset must be a finite number, 'fixed', 'learned' or None, got {shown(offset)}."
+            )
         if isinstance(self.mix, str):
             if self.mix not in LEARNED_JOINS:
                 known = ", ".join(map(repr, LEARNED_JOINS))
@@ -198,14 +186,6 @@ class Settings:
     def usual_pages(is_causal: bool) -> dict[str, int]:
         """The sizes of the form with pages, where they are left out."""
         return CAUSAL_PAGES if is_causal else OTHER_PAGES
-
-    def _check_offset(self) -> None:
-        offset = self.offset
-        number = isinstance(offset, Real) and not isinstance(offset, bool) and math.isfinite(offset)
-        if not (offset is None or offset in KEPT_OFFSETS or number):
-            raise InvalidInputError(
-                f"offset must be a finite number, 'fixed', 'learned' or None, got {shown(offset)}."
-            )
 
     def _check_stateless(self) -> None:
         """A plain function has no module to keep statistics or parameters in."""

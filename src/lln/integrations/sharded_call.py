@@ -52,16 +52,13 @@ def attend_sharded(call: AttentionCall, *, past: bool, weights: bool) -> Tensor:
         "matching": call.settings.criterion(call.attention),
     }
     # What a sample's own statistics would be here, this rank's tokens alone, is not what counts.
-    alpha, beta = (None, None) if _matches_each_sample(call) else call.temperatures()
+    matches = call.settings.statistics == "sample" and not call.is_causal
+    alpha, beta = (None, None) if matches else call.temperatures()
     shared |= {"alpha": alpha, "beta": beta}
     if call.attention == "lln":
         return parallel.lln_attention(*sides, **shared)
     blocks = {"mix": call.mix(), "block_size": call.block_size}
     return parallel.lln_diag_attention(*sides, **blocks, **shared)
-
-
-def _matches_each_sample(call: AttentionCall) -> bool:
-    return call.settings.statistics == "sample" and not call.is_causal
 
 
 def _refuse(call: AttentionCall, past: bool, weights: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,18 +81,8 @@ def long_range(
         key_mask: bool ``[B, T]``.
         impl: As in `lln.lln_attention`.
     """
-    within = partial(
-        lln_attention,
-        query,
-        key,
-        value,
-        alpha=alpha,
-        beta=beta,
-        key_mask=key_mask,
-        is_causal=True,
-        enable_gqa=True,
-        impl=impl,
-    )
+    options: dict[str, Any] = {"alpha": alpha, "beta": beta, "key_mask": key_mask, "impl": impl}
+    within = partial(lln_attention, query, key, value, is_causal=True, enable_gqa=True, **options)
     summary = KeySummary.of(key, value, beta, key_mask)
     if past.log_mass is None or past.centroid is None:
         past.log_mass, past.centroid = summary.log_mass, summary.centroid
@@ -102,9 +93,9 @@ def long_range(
     if query.shape[2] == 1:
         return after.read(query, alpha)
     inside, outside = within(), before.read(query, alpha)
-    weight = torch.sigmoid(
-        _past_mass(query, before.log_mass, alpha) - _own_mass(query, key, alpha, beta, key_mask)
-    )
+    log_mass = repeat_heads(before.log_mass, query.shape[1])
+    past_mass = (query.to(log_mass.dtype) * alpha + log_mass.unsqueeze(-2)).logsumexp(-1)
+    weight = torch.sigmoid(past_mass - _own_mass(query, key, alpha, beta, key_mask))
     return (inside + weight.unsqueeze(-1) * (outside - inside)).to(query.dtype)
 
 
@@ -118,29 +109,16 @@ def short_range(
 ) -> Tensor:
     """Causal block-diagonal attention of new tokens; keeps the unfinished block in the past.
 
-    Blocks are counted from the first token that was not masked, as they are without a cache.
-
-    Args:
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, T, D]``.
-        value: ``[B, Hk, T, E]``.
-        past: Of the earlier tokens.
-        block_size: b.
-        key_mask: bool ``[B, T]``.
+    Blocks of b tokens are counted from the first token that was not masked, as they are without a
+    cache. The other arguments are as in `long_range`.
     """
     tokens, begun = query.shape[2], past.length
-    sides = keep_block(key, value, past, block_size, key_mask)
+    kept = keep_block(key, value, past, block_size, key_mask)
     if begun is None:
-        return block_diagonal_attention(
-            query,
-            key,
-            value,
-            block_size=block_size,
-            key_mask=key_mask,
-            is_causal=True,
-            enable_gqa=True,
-        )
-    key, value, key_mask = sides
+        options: dict[str, Any] = {"block_size": block_size, "key_mask": key_mask}
+        sides = (query, key, value)
+        return block_diagonal_attention(*sides, is_causal=True, enable_gqa=True, **options)
+    key, value, key_mask = kept
     if tokens == 1:
         # All that is kept and counts lies in the token's own block.
         keep = key_mask[:, None, :, None]
@@ -199,12 +177,6 @@ def keep_block(
     unfinished = back <= (length % block_size).unsqueeze(-1)
     past.block_mask = key_mask[:, key.shape[2] - kept :] & unfinished
     return key, value, key_mask
-
-
-def _past_mass(query: Tensor, log_mass: Tensor, alpha: float | Tensor) -> Tensor:
-    """Log of every row's normaliser over the past, ``[B, H, T]``."""
-    log_mass = repeat_heads(log_mass, query.shape[1])
-    return (query.to(log_mass.dtype) * alpha + log_mass.unsqueeze(-2)).logsumexp(-1)
 
 
 def _own_mass(

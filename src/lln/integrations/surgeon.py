@@ -168,7 +168,6 @@ class Surgeon:
 
     def _heads_for(self, call: AttentionCall, keys: int | None = None) -> AttachedHeads:
         """α, β and join of one attention module, not fitted yet."""
-        heads, width = call.query.shape[1], call.query.shape[3]
         if self.settings.convolution and (call.is_causal or self.model.config.is_encoder_decoder):
             raise InvalidInputError(
                 f"convolution does not take {type(self.model).__name__}: a causal model's cache "
@@ -199,15 +198,8 @@ class Surgeon:
                     else "pass calibrate, inputs to find them on."
                 )
             )
-        fitted = AttachedHeads(
-            self.attention,
-            heads,
-            width,
-            call.value.shape[3],
-            self.settings,
-            keys=keys,
-            key_heads=call.key.shape[1] if is_paged else None,
-            device=call.query.device,
-        )
-        fitted.train(call.module.training)
-        return fitted
+        sizes = (call.query.shape[1], call.query.shape[3], call.value.shape[3])
+        counts = {"keys": keys, "key_heads": call.key.shape[1] if is_paged else None}
+        options: dict[str, Any] = {"device": call.query.device, **counts}
+        fitted = AttachedHeads(self.attention, *sizes, self.settings, **options)
+        return fitted.train(call.module.training)

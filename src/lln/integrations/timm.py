@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,37 +61,17 @@ def convert(
 ) -> Conversion:
     """Replace the attention of a timm model, in place.
 
-    Args:
-        model: With attention modules that use ``scaled_dot_product_attention``.
-        attention: ``"lln_keys"``, ``"lln_diag"`` or ``"lln"``.
-        layers: Numbers in the order they run, or names; None = all.
-        calibrate: Images ``[B, C, height, width]`` to find α and β of every head on,
-            with ``"lln_keys"`` also the offset.
-        target: How close the converted model has to be to the original on ``calibrate``, as a mean
-            cosine of logits, or of the features of a model without a head (``num_classes=0``):
-            a number between 0 and 1. Every layer then gets as few exact keys as that allows, as in
-            `lln.integrations.convert.convert`.
-        holdout: With a target: images that were not calibrated on, to verify it.
-        batch: Images for the runs that prove the conversion, without ``calibrate``; None = noise
-            of the size the model was made for.
-        statistics: As in `lln.integrations.convert.convert`, and likewise the rest.
-        matching: Criterion of matching.
-        mix: Weight of the LLN part, or a learned join.
-        block_size: Tokens in a diagonal block; None = the head width, 64 for ``"lln_keys"``.
-        keys: Of ``"lln_keys"``: how many keys outside its block a group of queries sees; None = 64.
-        group_size: Queries that share them; None = a block.
-        convolution: Tokens under a depthwise convolution of the values, an odd number, 0 = none. It
-            starts at zero and changes nothing until it is trained.
-        momentum: Of ``"running"``.
-        impl: As in `lln.lln_attention`.
-        verbose: Whether to print the table too.
-        on_step: As in `lln.integrations.convert.convert`.
+    The arguments are those of `lln.integrations.convert.convert`, but batches are images
+    ``[B, C, height, width]``; without ``calibrate`` and ``batch`` they are noise of the size the
+    model was made for. A target compares logits, or the features of a model without a head
+    (``num_classes=0``).
 
     Returns:
         What changed, and how far each layer's output and the model's moved. With a target also
         quality against time for other numbers of keys, as ``.target``.
     """
-    unfused = [name for name, module in model.named_modules() if _is_unfused(module)]
+    modules = model.named_modules()
+    unfused = [name for name, module in modules if getattr(module, "fused_attn", None) is False]
     if unfused:
         raise UnsupportedModelError(
             f"{unfused[0]} has fused_attn=False and forms its weights itself; call "
@@ -113,7 +92,11 @@ def convert(
     )
     search = search_for(target, holdout, model, attention, settings.statistics, keys, calibrate)
     for name, images in (("calibrate", calibrate), ("holdout", holdout), ("batch", batch)):
-        _check_images(name, images)
+        if images is not None and not isinstance(images, Tensor):
+            raise InvalidInputError(
+                f"{name} must be a tensor of images [B, C, height, width], got "
+                f"{type(images).__name__}."
+            )
     images = calibrate if calibrate is not None else batch
     inputs = {_IMAGES: _example(model) if images is None else images}
     unseen = None if holdout is None else {_IMAGES: holdout}
@@ -130,17 +113,6 @@ def convert(
     if verbose:
         report.show()
     return report
-
-
-def _check_images(name: str, images: Any) -> None:
-    if images is not None and not isinstance(images, Tensor):
-        raise InvalidInputError(
-            f"{name} must be a tensor of images [B, C, height, width], got {type(images).__name__}."
-        )
-
-
-def _is_unfused(module: nn.Module) -> bool:
-    return getattr(module, "fused_attn", None) is False
 
 
 def _example(model: nn.Module) -> Tensor:

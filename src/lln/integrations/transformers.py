@@ -12,6 +12,7 @@ come back with softmax. Settings live in ``config.lln`` (see `lln.integrations.s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -68,14 +69,22 @@ def register() -> None:
     for name in ATTENTIONS:
         AttentionInterface.register(name, attention_function(name))
         AttentionMaskInterface.register(name, slicing_mask)
-    for owner, method, wrap in (
-        (PreTrainedModel, "get_correct_attn_implementation", _refusing),
-        (PreTrainedModel, "post_init", _remembering),
-        (PreTrainedModel, "_initialize_weights", _filling),
-        (GenerationMixin, "_prepare_cache_for_generation", _with_cache),
-    ):
-        setattr(owner, method, wrap(getattr(owner, method)))
+    _wrap(PreTrainedModel, "get_correct_attn_implementation", _choose)
+    _wrap(PreTrainedModel, "post_init", _post_init)
+    _wrap(PreTrainedModel, "_initialize_weights", _initialize)
+    _wrap(GenerationMixin, "_prepare_cache_for_generation", _prepare_cache)
     _registered = True
+
+
+def _wrap(owner: type, method: str, around: Callable[..., Any]) -> None:
+    """Let ``around`` run in place of a method, which it gets as its first argument."""
+    original = getattr(owner, method)
+
+    @wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
+    setattr(owner, method, wrapper)
 
 
 def remember_attention(model: PreTrainedModel) -> None:
@@ -122,29 +131,20 @@ def name_of_module(model: PreTrainedModel, module: nn.Module) -> str:
     )
 
 
-def _refusing(choose: Any) -> Any:
-    """Wrap what every model asks, before it builds a layer, about the attention it is to have."""
-
-    @wraps(choose)
-    def wrapper(
-        self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
-    ) -> str:
-        _recall_attention(self.config)
-        attention = attention_of(requested_attention)
-        if attention in ATTENTIONS:
-            refuse_own_attention(self, attention)
-        elif attention not in ALL_ATTENTION_FUNCTIONS:
-            _suggest(attention)
-        return choose(self, attention, *args, **kwargs)
-
-    return wrapper
-
-
-def _suggest(attention: str | None) -> None:
-    """Refuse a name that is almost one of ours; transformers would list its own only."""
-    meant = did_you_mean(attention, ATTENTIONS)
-    if meant:
-        raise InvalidInputError(f"attn_implementation {attention!r} does not exist{meant}.")
+def _choose(
+    choose: Any, model: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any
+) -> str:
+    """What every model asks, before it builds a layer, about the attention it is to have."""
+    _recall_attention(model.config)
+    attention = attention_of(requested_attention)
+    if attention in ATTENTIONS:
+        refuse_own_attention(model, attention)
+    elif attention not in ALL_ATTENTION_FUNCTIONS:
+        # transformers would list its own names only.
+        meant = did_you_mean(attention, ATTENTIONS)
+        if meant:
+            raise InvalidInputError(f"attn_implementation {attention!r} does not exist{meant}.")
+    return choose(model, attention, *args, **kwargs)
 
 
 def _recall_attention(config: Any) -> None:
@@ -155,59 +155,44 @@ def _recall_attention(config: Any) -> None:
             _recall_attention(found)
 
 
-def _remembering(post_init: Any) -> Any:
-    """Wrap what every model calls at the end of its construction, before weights are loaded."""
-
-    @wraps(post_init)
-    def wrapper(self: PreTrainedModel) -> None:
-        attach_saved(self)
-        post_init(self)
-        remember_attention(self)
-
-    return wrapper
+def _post_init(post_init: Any, model: PreTrainedModel) -> None:
+    """What every model calls at the end of its construction, before weights are loaded."""
+    attach_saved(model)
+    post_init(model)
+    remember_attention(model)
 
 
-def _filling(initialize: Any) -> Any:
-    """Wrap what transformers calls for every module whose weights a checkpoint did not hold."""
-
-    @wraps(initialize)
-    def wrapper(self: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if isinstance(module, AttachedHeads) and not getattr(module, "_is_hf_initialized", False):
-            module.fill_missing()
-        initialize(self, module, *args, **kwargs)
-
-    return wrapper
+def _initialize(
+    initialize: Any, model: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    """What transformers calls for every module whose weights a checkpoint did not hold."""
+    if isinstance(module, AttachedHeads) and not getattr(module, "_is_hf_initialized", False):
+        module.fill_missing()
+    initialize(model, module, *args, **kwargs)
 
 
-def _with_cache(prepare: Any) -> Any:
-    """Wrap what ``generate()`` calls to make its cache."""
-
-    @wraps(prepare)
-    def wrapper(
-        self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        config = self.config.get_text_config(decoder=True)
-        if (
-            can_be_cached(config)
-            and not self.config.is_encoder_decoder
-            and model_kwargs.get("past_key_values") is None
-            and generation_config.use_cache is not False
-            and generation_config.cache_implementation in (None, "dynamic")
-        ):
-            cache = model_kwargs["past_key_values"] = LLNCache(self)
-            if generation_config.is_assistant:
-                # Guesses are taken back; transformers tells the caches that it makes.
-                cache.activate_past_recording()
-            # transformers restricts a cache that the user gives; this one is not the user's.
-            chosen, generation_config.cache_implementation = (
-                generation_config.cache_implementation,
-                None,
-            )
-            try:
-                return prepare(self, generation_config, model_kwargs, *args, **kwargs)
-            finally:
-                generation_config.cache_implementation = chosen
-                model_kwargs["past_key_values"]._is_user_defined = False
-        return prepare(self, generation_config, model_kwargs, *args, **kwargs)
-
-    return wrapper
+def _prepare_cache(
+    prepare: Any, model: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """What ``generate()`` calls to make its cache."""
+    config = model.config.get_text_config(decoder=True)
+    if (
+        not can_be_cached(config)
+        or model.config.is_encoder_decoder
+        or model_kwargs.get("past_key_values") is not None
+        or generation_config.use_cache is False
+        or generation_config.cache_implementation not in (None, "dynamic")
+    ):
+        return prepare(model, generation_config, model_kwargs, *args, **kwargs)
+    cache = model_kwargs["past_key_values"] = LLNCache(model)
+    if generation_config.is_assistant:
+        # Guesses are taken back; transformers tells the caches that it makes.
+        cache.activate_past_recording()
+    # transformers restricts a cache that the user gives; this one is not the user's.
+    chosen = generation_config.cache_implementation
+    generation_config.cache_implementation = None
+    try:
+        return prepare(model, generation_config, model_kwargs, *args, **kwargs)
+    finally:
+        generation_config.cache_implementation = chosen
+        model_kwargs["past_key_values"]._is_user_defined = False

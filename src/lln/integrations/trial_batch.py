@@ -17,13 +17,7 @@ _TOKENIZE = "tokenizer(texts, padding=True, return_tensors='pt')"
 
 
 def check_inputs(name: str, inputs: Any, model: PreTrainedModel) -> dict[str, Tensor]:
-    """The batch as a dictionary, or one sentence on how to make one.
-
-    Args:
-        name: Of the argument it was passed as.
-        inputs: What the user gave as a batch.
-        model: The model that will run on it.
-    """
+    """The batch as a dictionary, or one sentence on how to make one."""
     if not isinstance(inputs, Mapping):
         raise InvalidInputError(
             f"{name} must be a dictionary of the model's inputs, as {_TOKENIZE} gives, got "

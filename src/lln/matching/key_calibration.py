@@ -90,13 +90,7 @@ def calibrate_keys(
 
 
 def doubts_of_length(longest: int, block_size: int, keys: int) -> list[str]:
-    """A sentence that warns of sequences in which nearly every key is exact.
-
-    Args:
-        longest: Tokens of the longest sequence.
-        block_size: Tokens in a block.
-        keys: Exact keys outside of it.
-    """
+    """A sentence that warns of sequences in which nearly every key is exact."""
     if not 1 < longest <= block_size + keys:
         return []
     return [

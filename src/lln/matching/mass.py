@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
+from lln.eager.run import repeat_temperature
 from lln.matching.moments import Moments, temperatures
 
 # Slots that carry only what is left beside exact keys do so best at half the spread that would
@@ -50,18 +50,10 @@ def mass_offset(
     query_variance, key_variance = (
         side[..., None, None] for side in (moments.query_variance, moments.key_variance)
     )
-    alpha, beta = (_squared(side, query_variance) for side in (alpha, beta))
+    heads, dtype = query_variance.shape[1], query_variance.dtype
+    sides = (side.detach() if isinstance(side, Tensor) else side for side in (alpha, beta))
+    alpha, beta = (repeat_temperature(side, heads, dtype) for side in sides)
     factor = 1.0 if scale is None else scale * scale * head_width
     scores = factor * query_variance * key_variance
-    spread = (alpha * query_variance + beta * key_variance) / 2
+    spread = (alpha * alpha * query_variance + beta * beta * key_variance) / 2
     return scores / 2 - math.log(head_width) - spread
-
-
-def _squared(side: float | Tensor, like: Tensor) -> float | Tensor:
-    """α² or β² for every query head, without gradient."""
-    if not isinstance(side, Tensor):
-        return side * side
-    side = side.detach().to(like.dtype).square()
-    side = side.reshape((1,) * (4 - side.dim()) + tuple(side.shape))
-    heads, own = like.shape[1], side.shape[1]
-    return side if own in (1, heads) else torch.repeat_interleave(side, heads // own, 1)

@@ -51,19 +51,27 @@ def head_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -> 
         with np.errstate(all="ignore"):
             *sums, queries, keys = _plain_sums(query, key)
         counts = (np.full((query.shape[0], 1), number, sums[0].dtype) for number in (queries, keys))
-        return Moments(*on_few_numbers(_moments_of_sums, (*sums, *counts), width, groups))
-    dtype = accumulation_dtype(query.dtype)
-    query, key = query.to(dtype), key.to(dtype)
+        return Moments(*on_few_numbers(moments_of_sums, (*sums, *counts), width, groups))
     query_mask = key_mask if key_mask is not None and query.shape[2] == key.shape[2] else None
+    queries, of_query, keys, mean, of_key = sums_of_heads(query, key, query_mask, key_mask)
+    sums = (of_query, of_key, (mean * mean).mean((-1, -2)), queries, keys)
+    return Moments(*on_few_numbers(moments_of_sums, sums, width, groups))
+
+
+def sums_of_heads(
+    query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Number and squares of the queries; number, mean and squares around it of the keys."""
+    dtype = accumulation_dtype(query.dtype)
+    query, key = query.detach().to(dtype), key.detach().to(dtype)
     mean = token_mean(key, key_mask)
-    sums = (
-        sum_of_squares(query, query_mask),
-        sum_of_squares(key, key_mask, mean),
-        (mean * mean).mean((-1, -2)),
+    return (
         count_tokens(query, query_mask),
+        sum_of_squares(query, query_mask),
         count_tokens(key, key_mask),
+        mean,
+        sum_of_squares(key, key_mask, mean),
     )
-    return Moments(*on_few_numbers(_moments_of_sums, sums, width, groups))
 
 
 def head_temperatures(
@@ -75,7 +83,7 @@ def head_temperatures(
         # Infinity in the inputs shows in the result.
         with np.errstate(all="ignore"):
             sums = _plain_sums(query.detach(), key.detach())
-            found: Any = _moments_of_sums(np, *sums, width=width, groups=groups)
+            found: Any = moments_of_sums(np, *sums, width=width, groups=groups)
             found = _spreads(np, *found, head_width=width, criterion=criterion)
         if all(np.isfinite(side).all() for side in found):
             alpha, beta = (torch.from_numpy(side[..., None, None]) for side in found)
@@ -84,7 +92,7 @@ def head_temperatures(
 
 
 def _plain_sums(query: Tensor, key: Tensor) -> tuple[Any, ...]:
-    """What `_moments_of_sums` takes: NumPy arrays, and two plain numbers of tokens.
+    """What `moments_of_sums` takes: NumPy arrays, and two plain numbers of tokens.
 
     Keys are read twice, not three times: Σ(k − μ)² = Σk² − S·μ². In a head whose mean is larger
     than its spread this would lose digits, and its keys are centred first.
@@ -114,7 +122,7 @@ def _squares_of_rows(tensor: Tensor) -> Any:
     return np.square(torch.linalg.vector_norm(tensor, dim=-1).numpy()).sum(-1)
 
 
-def _moments_of_sums(
+def moments_of_sums(
     xp: Any,
     query_squares: Any,
     key_squares: Any,
@@ -181,19 +189,14 @@ def tensor_moments(query: Tensor, key: Tensor, key_mask: Tensor | None = None) -
     )
 
 
-def packed_moments(
-    query: Tensor, key: Tensor, cu_seqlens: Tensor, *, centred: bool = False
-) -> Moments:
+def packed_moments(query: Tensor, key: Tensor, cu_seqlens: Tensor) -> Moments:
     """Statistics of every packed sequence and head: ``[n, H]`` each.
 
     Args:
         query: ``[T, H, D]``.
         key: ``[T, Hk, D]``.
         cu_seqlens: int64 ``[n + 1]``.
-        centred: The authors' statistic instead: one unbiased standard deviation over everything.
     """
-    if centred:
-        return tensor_moments(query.transpose(0, 1)[None], key.transpose(0, 1)[None])
     dtype = accumulation_dtype(query.dtype)
     query, key = query.detach().to(dtype), key.detach().to(dtype)
     key = key.repeat_interleave(query.shape[1] // max(key.shape[1], 1), 1)

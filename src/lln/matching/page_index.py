@@ -74,7 +74,7 @@ class PageIndex(NamedTuple):
         if rank is not None:
             checks.check_count("rank", rank)
         with torch.no_grad(), without_autocast(query):
-            return cls(*fit_index(query, key, rank, key_mask, sinks))
+            return cls(*_fit(query, key, rank or max(key.shape[-1] // 2, 1), key_mask, sinks))
 
     def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """The argument ``choice``, ``[B, H, T, r]`` and ``[B, Hk, S, r]``, without gradient."""
@@ -108,18 +108,14 @@ def doubts_of_projections(tokens: int, rank: int) -> list[str]:
     ]
 
 
-def fit_index(
-    query: Tensor,
-    key: Tensor,
-    rank: int | None = None,
-    key_mask: Tensor | None = None,
-    sinks: int = 16,
+def _fit(
+    query: Tensor, key: Tensor, rank: int, key_mask: Tensor | None, sinks: int
 ) -> tuple[Tensor, Tensor]:
-    """A and B, float32 ``[Hk, D, r]`` each; see `PageIndex.of`."""
-    batch, key_heads, tokens, width = key.shape
-    keep = torch.ones(batch, tokens, dtype=torch.bool, device=key.device)
-    if key_mask is not None:
-        keep = key_mask
+    """A and B, float32 ``[Hk, D, r]`` each, where r is at most D."""
+    batch, key_heads, tokens, _ = key.shape
+    keep = key_mask
+    if keep is None:
+        keep = torch.ones(batch, tokens, dtype=torch.bool, device=key.device)
     after = torch.arange(tokens, device=key.device) >= first_tokens(keep)[:, None] + sinks
     # A text of sinks alone has no other keys to go by.
     after = torch.where((keep & after).any(), keep & after, keep)
@@ -133,7 +129,6 @@ def fit_index(
         of_keys = of_keys + centred.mT @ centred
     if not bool((of_queries.isfinite() & of_keys.isfinite()).all()):
         raise InvalidInputError("queries and keys must be finite to find projections on.")
-    rank = min(rank or max(width // 2, 1), width)
     query_root, query_inverse = _roots(of_queries)
     key_root, key_inverse = _roots(of_keys)
     left, size, right = torch.linalg.svd(query_root @ key_root)

@@ -18,8 +18,8 @@ from lln.matching.moments import (
     Moments,
     count_tokens,
     is_degenerate,
-    sum_of_squares,
-    token_mean,
+    moments_of_sums,
+    sums_of_heads,
 )
 from lln.precision import accumulation_dtype
 
@@ -35,17 +35,7 @@ def part_of_heads(
         key_mask: bool ``[B, S]``.
         masks_queries: Whether the mask says which queries count, too.
     """
-    dtype = accumulation_dtype(query.dtype)
-    query, key = query.detach().to(dtype), key.detach().to(dtype)
-    query_mask = key_mask if masks_queries else None
-    mean = token_mean(key, key_mask)
-    sides = (
-        count_tokens(query, query_mask),
-        sum_of_squares(query, query_mask),
-        count_tokens(key, key_mask),
-        mean,
-        sum_of_squares(key, key_mask, mean),
-    )
+    sides = sums_of_heads(query, key, key_mask if masks_queries else None, key_mask)
     return torch.cat([side.flatten() for side in sides])
 
 
@@ -61,18 +51,13 @@ def merge_heads(parts: Tensor, query: Tensor, key: Tensor) -> Moments:
     groups = key.shape[1]
     shapes = ((batch, 1), (batch, heads), (batch, 1), (batch, groups, width), (batch, groups))
     query_count, query_squares, count, mean, squares = _unpack(parts, shapes)
-    query_variance = query_squares.sum(0) / (query_count.sum(0) * width).clamp_min(1)
     keys = count.sum(0)
     share = count / keys.clamp_min(1)
     whole_mean = (share.unsqueeze(-1) * mean).sum(0)
     moved = (mean - whole_mean).square().sum(-1)
-    key_variance = (squares + count * moved).sum(0) / (keys * width).clamp_min(1)
-    key_size = key_variance + whole_mean.square().mean(-1)
-    if heads > groups > 0:
-        key_variance = key_variance.repeat_interleave(heads // groups, 1)
-        key_size = key_size.repeat_interleave(heads // groups, 1)
-    flat = is_degenerate(query_variance, key_variance, query_variance, key_size)
-    return Moments(query_variance, key_variance, keys, flat)
+    sums = (query_squares.sum(0), (squares + count * moved).sum(0), whole_mean.square().mean(-1))
+    counts = (query_count.sum(0), keys)
+    return Moments(*moments_of_sums(torch, *sums, *counts, width, heads // max(groups, 1)))
 
 
 def part_of_tensor(

@@ -113,20 +113,10 @@ def find_rest(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """α, β and the offset with the smallest error, ``[B, H, 1, 1]``, pooled ``[1, H, 1, 1]``.
 
-    Args:
-        query: As in `calibrate_keys`, and so are the other arguments of the same name.
-        key: ``[B, Hk, T, D]``.
-        value: ``[B, Hk, T, E]``.
-        alpha: A number, or broadcasts to ``[B, H, 1, 1]``.
-        beta: Likewise.
-        key_mask: bool ``[B, T]``.
-        pooled: Whether the scope is ``"batch"``.
-        choice: How keys are chosen.
-        factors: What α and β may be multiplied with.
-        may_be_none: Whether `NO_REST` is among the candidates. An offset that will be trained
-            would never come back from there.
-        rows: Rows of every sample to measure on.
-        scale: Factor of the softmax scores; None = 1/√D.
+    `calibrate_keys` says what most arguments are. α and β are where the search starts, numbers or
+    ``[B, H, 1, 1]``, and ``factors`` what they may be multiplied with; ``pooled`` is the scope
+    ``"batch"``. ``may_be_none`` puts `NO_REST` among the candidates: an offset that will be trained
+    would never come back from there.
     """
     batch, heads = query.shape[:2]
     with without_autocast(query), torch.no_grad():
@@ -178,16 +168,7 @@ def _measure(
 ) -> SampledRows:
     """Compare the parts of the output with softmax attention, on sampled rows of one sample.
 
-    Args:
-        query: ``[1, H, T, D]``.
-        key: ``[1, Hk, T, D]``.
-        value: ``[1, Hk, T, E]``.
-        alpha: ``[F, H, 1, 1]``.
-        beta: ``[F, H, 1, 1]``.
-        key_mask: bool ``[1, T]``.
-        choice: How keys are chosen.
-        rows: How many rows.
-        scale: Factor of the softmax scores; None = 1/√D.
+    The arguments are those of `find_rest`, of a batch of one; α and β are ``[F, H, 1, 1]``.
     """
     _, heads, tokens, width = query.shape
     keys, block_size, group_size = choice
@@ -205,10 +186,16 @@ def _measure(
     share = blocks.scatter(log_share(seen, groups, query.dtype))
     # One column more than there are tokens, where keys go that a group does not see.
     chosen = torch.where(seen, indices, tokens)[0]
-    slots = [
-        _slots_alone(query, key, value, *sides, key_mask, scale)
-        for sides in zip(alpha, beta, strict=True)
-    ]
+
+    def slots_alone(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """What rows would get from their slots alone: log-mass and output, ``[H, T, ·]``."""
+        slots = slots_of_heads(key, value, beta[None], key_mask, heads)
+        log_mass, centroid, centre = (side[0] for side in slots)
+        level = scale * (query[0] * centre).sum(-1, keepdim=True)
+        logits = alpha * query[0] + log_mass + level
+        return logits.logsumexp(-1), logits.softmax(-1) @ centroid[:, 0]
+
+    slots = [slots_alone(*sides) for sides in zip(alpha, beta, strict=True)]
     token = torch.arange(tokens, device=query.device)
     exists = token < tokens if key_mask is None else key_mask[0]
     place = sampled_places(key_mask, 1, tokens, rows, query.device)[0]
@@ -238,33 +225,6 @@ def _measure(
             for side in zip(*parts, strict=True)
         )
     )
-
-
-def _slots_alone(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: Tensor,
-    beta: Tensor,
-    key_mask: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """What every row would get from its slots alone: their log-mass and the output, ``[H, T, ·]``.
-
-    Args:
-        query: ``[1, H, T, D]``.
-        key: ``[1, H, T, D]``.
-        value: ``[1, H, T, E]``.
-        alpha: ``[H, 1, 1]``.
-        beta: ``[H, 1, 1]``.
-        key_mask: bool ``[1, T]``.
-        scale: Factor of the softmax scores.
-    """
-    slots = slots_of_heads(key, value, beta[None], key_mask, query.shape[1])
-    log_mass, centroid, centre = (side[0] for side in slots)
-    level = scale * (query[0] * centre).sum(-1, keepdim=True)
-    logits = alpha * query[0] + log_mass + level
-    return logits.logsumexp(-1), logits.softmax(-1) @ centroid[:, 0]
 
 
 def _least_error(rows: SampledRows, may_be_none: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -125,17 +125,9 @@ class LLNCore(AttentionCore):
     ) -> None:
         """Build the source of α, β."""
         super().__init__(num_heads, head_dim, dropout=dropout, impl=impl)
-        self.statistics = make_statistics(
-            statistics,
-            num_heads,
-            head_dim,
-            matching=matching,
-            alpha=alpha,
-            beta=beta,
-            momentum=momentum,
-            impl=impl,
-            device=device,
-        )
+        numbers: dict[str, Any] = {"matching": matching, "alpha": alpha, "beta": beta}
+        options: dict[str, Any] = {"momentum": momentum, "impl": impl, "device": device}
+        self.statistics = make_statistics(statistics, num_heads, head_dim, **numbers, **options)
 
     def _attend(self, call: Call) -> Tensor:
         if call.is_causal:
@@ -217,13 +209,8 @@ class LLNDiagCore(LLNCore):
                 f"value must have width {self.value_dim}, got {value.shape[3]}; give value_dim."
             )
         alpha, beta = self.statistics(query, key, call.key_mask, call.is_causal)
-        call = call.replace(
-            kind="lln_diag",
-            alpha=alpha,
-            beta=beta,
-            mix=self._mix(query, call.key_mask),
-            block_size=self.block_size,
-        )
+        blocks = {"mix": self._mix(query, call.key_mask), "block_size": self.block_size}
+        call = call.replace(kind="lln_diag", alpha=alpha, beta=beta, **blocks)
         if self.join == "heads":
             return self._by_head(call)
         if self.join == "scale":

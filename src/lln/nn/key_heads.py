@@ -87,16 +87,9 @@ class LLNKeysCore(LLNCore):
         if matching == "rest" and statistics in ("fixed", "learned"):
             alpha = rest_spread(head_dim) if alpha is None else alpha
             beta = rest_spread(head_dim) if beta is None else beta
-        super().__init__(
-            num_heads,
-            head_dim,
-            matching="entropy" if matching == "rest" else matching,
-            statistics=statistics,
-            alpha=alpha,
-            beta=beta,
-            device=device,
-            **options,
-        )
+        criterion = "entropy" if matching == "rest" else matching
+        options |= {"statistics": statistics, "alpha": alpha, "beta": beta, "device": device}
+        super().__init__(num_heads, head_dim, matching=criterion, **options)
         checks.check_count("keys", keys, 0)
         checks.check_block_size(block_size)
         check_group_size(group_size, block_size)
@@ -111,17 +104,9 @@ class LLNKeysCore(LLNCore):
         sources = (self.statistics, self.offset)
         sides = (call.query, call.key, call.key_mask, self.matching, self.impl)
         alpha, beta, offset = numbers_of_call(*sources, *sides)
-        call = call.replace(
-            kind="lln_keys",
-            alpha=alpha,
-            beta=beta,
-            matching=self.matching,
-            block_size=self.block_size,
-            keys=self.keys,
-            group_size=group,
-            offset=offset,
-        )
-        return attend(call, self.impl)
+        numbers = {"alpha": alpha, "beta": beta, "offset": offset, "matching": self.matching}
+        form = {"block_size": self.block_size, "keys": self.keys, "group_size": group}
+        return attend(call.replace(kind="lln_keys", **numbers, **form), self.impl)
 
     def extra_repr(self) -> str:
         """The settings, for ``print(module)``."""

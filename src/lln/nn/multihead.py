@@ -18,19 +18,14 @@ from lln.checks.tensors import check_tensor
 from lln.errors import InvalidInputError
 from lln.nn.heads import AttentionCore, LLNCore, LLNDiagCore
 from lln.nn.key_heads import LLNKeysCore
-from lln.nn.page_heads import PageCore
 from lln.nn.value_convolution import ValueConvolution
-from lln.nn.window import WindowCore
+from lln.nn.window import PageCore, WindowCore
 from lln.precision import autocast_enabled
 from lln.tracing import values_are_readable
 
 
 class ProjectedAttention(nn.Module):
-    """Projections around a core; `LLNAttention` says what the arguments are.
-
-    Parameter names are those of ``nn.MultiheadAttention``, so that its state dict loads. The N×N
-    weights never exist: ``need_weights`` and ``attn_mask`` are refused.
-    """
+    """Projections around a core; `LLNAttention` says what the arguments are."""
 
     core_class: type[AttentionCore]
 
@@ -264,11 +259,8 @@ class LLNAttention(ProjectedAttention):
 class LLNDiagAttention(ProjectedAttention):
     """Multi-head LLN + block-diagonal attention with projections (Figure 3).
 
-    Args:
-        embed_dim: Width of the model.
-        num_heads: H; divides embed_dim.
-        **options: As in `LLNAttention` and `LLNDiagCore`: ``join``, ``block_size``, ``lln_heads``
-            and the rest.
+    Arguments are those of `LLNAttention` and `LLNDiagCore`: ``join``, ``block_size``, ``lln_heads``
+    and the rest.
 
     Example:
         >>> layer = LLNDiagAttention(32, 4, batch_first=True, join="gate", block_size=4)
@@ -282,11 +274,8 @@ class LLNDiagAttention(ProjectedAttention):
 class LLNKeysAttention(ProjectedAttention):
     """Multi-head attention with exact keys and LLN slots, with projections.
 
-    Args:
-        embed_dim: Width of the model.
-        num_heads: H; divides embed_dim.
-        **options: As in `LLNAttention` and `LLNKeysCore`: ``keys``, ``block_size``, ``offset``,
-            ``learn_offset`` and the rest; ``dropout`` must be 0.
+    Arguments are those of `LLNAttention` and `LLNKeysCore`: ``keys``, ``block_size``, ``offset``,
+    ``learn_offset`` and the rest; ``dropout`` must be 0.
 
     Example:
         >>> layer = LLNKeysAttention(32, 4, batch_first=True, keys=2, block_size=4)
@@ -300,11 +289,8 @@ class LLNKeysAttention(ProjectedAttention):
 class WindowAttention(ProjectedAttention):
     """Multi-head softmax attention inside a sliding window, with projections.
 
-    Args:
-        embed_dim: Width of the model.
-        num_heads: H; divides embed_dim.
-        **options: As in `LLNAttention` and `WindowCore`: ``window``, ``scale`` and the rest; there
-            are no α and β.
+    Arguments are those of `LLNAttention` and `WindowCore`: ``window``, ``scale`` and the rest, but
+    for α and β.
 
     Example:
         >>> layer = WindowAttention(32, 4, batch_first=True, window=8)
@@ -318,11 +304,8 @@ class WindowAttention(ProjectedAttention):
 class PageAttention(ProjectedAttention):
     """Multi-head softmax attention to a window, sinks and chosen pages, with projections.
 
-    Args:
-        embed_dim: Width of the model.
-        num_heads: H; divides embed_dim.
-        **options: As in `LLNAttention` and `PageCore`: ``window``, ``sinks``, ``pages``,
-            ``page_size`` and the rest; there are no α and β.
+    Arguments are those of `LLNAttention` and `PageCore`: ``window``, ``sinks``, ``pages``,
+    ``page_size`` and the rest, but for α and β.
 
     Example:
         >>> layer = PageAttention(32, 4, batch_first=True, window=8, pages=2)
@@ -341,10 +324,7 @@ def _key_mask_of_padding(key_padding_mask: Tensor, key: Tensor) -> Tensor:
             f"{checks.shape_of(key_padding_mask)}."
         )
     if key_padding_mask.device != key.device:
-        raise InvalidInputError(
-            f"key_padding_mask must be on the device of key, got {key_padding_mask.device} and "
-            f"{key.device}."
-        )
+        raise checks.wrong_device("key_padding_mask", key_padding_mask, key.device, "key")
     if key_padding_mask.dtype == torch.bool:
         return ~key_padding_mask
     if not key_padding_mask.dtype.is_floating_point:

@@ -121,14 +121,7 @@ def make_offset(
     num_heads: int,
     device: torch.device | str | None = None,
 ) -> Offset:
-    """Build the source of the offset.
-
-    Args:
-        offset: A number or H values; None = the closed form.
-        is_learned: Whether training changes it.
-        num_heads: H.
-        device: Where the buffer or parameter lives.
-    """
+    """Build the source of the offset: a number or H values; None = the closed form."""
     checks.check_flag("learn_offset", is_learned)
     if isinstance(offset, (str, bool)):
         raise InvalidInputError(
@@ -153,14 +146,7 @@ def numbers_of_call(
 ) -> tuple[Temperature, Temperature, Tensor | None]:
     """α, β and the offset of one call; None = `lln.lln_keys_attention` matches it to the sample.
 
-    Args:
-        statistics: Source of α and β (`lln.nn.temperatures`).
-        offset: Source of the offset.
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hk, T, D]``.
-        key_mask: bool ``[B, T]``.
-        matching: ``"rest"`` or a criterion of `lln.match_moments`.
-        impl: What measures the moments.
+    ``statistics`` is the source of α and β (`lln.nn.temperatures`), ``impl`` measures the moments.
     """
     width = query.shape[-1]
     moments: Moments | None = None
@@ -171,26 +157,19 @@ def numbers_of_call(
         alpha = beta = None
     else:
         alpha, beta = statistics(query, key, key_mask)
-    if isinstance(offset, FixedOffset):
-        return alpha, beta, offset()
-    if isinstance(offset, MatchedOffset):
-        if moments is not None:
-            return alpha, beta, mass_offset(moments, *keep(alpha, beta), width)
-        return alpha, beta, None
 
     def closed_form() -> tuple[Tensor, Tensor]:
         found = moments
         if found is None:
             with torch.no_grad(), without_autocast(query):
                 found = measured_moments(query, key, key_mask, impl)
-        sides = keys_temperatures(found, width, matching) if alpha is None else (alpha, beta)
-        return mass_offset(found, *keep(*sides), width), found.keys
+        spread, other = alpha, beta
+        if spread is None or other is None:
+            spread, other = keys_temperatures(found, width, matching)
+        return mass_offset(found, spread, other, width), found.keys
 
-    return alpha, beta, offset(closed_form)
-
-
-def keep(alpha: Temperature, beta: Temperature) -> tuple[float | Tensor, float | Tensor]:
-    """Both temperatures, which are there."""
-    assert alpha is not None
-    assert beta is not None
-    return alpha, beta
+    if isinstance(offset, FixedOffset):
+        return alpha, beta, offset()
+    if isinstance(offset, LearnedOffset):
+        return alpha, beta, offset(closed_form)
+    return alpha, beta, None if moments is None else closed_form()[0]

@@ -90,15 +90,7 @@ class RunningStatistics(nn.Module):
         impl: str = "auto",
         device: torch.device | str | None = None,
     ) -> None:
-        """Start from unit variances.
-
-        Args:
-            num_heads: H.
-            criterion: See `lln.match_moments`.
-            momentum: Weight of a new batch in the average.
-            impl: What computes the statistics; as in `lln.lln_attention`.
-            device: Where the buffers live.
-        """
+        """Start from unit variances; `lln.LLNCore` says what the arguments are."""
         super().__init__()
         checks.check_matching(criterion)
         _check_momentum(momentum)
@@ -267,19 +259,9 @@ def make_statistics(
     impl: str = "auto",
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """Build the source of α, β by its name.
+    """Build the source of α, β by its name; `lln.LLNCore` says what the arguments are.
 
-    Args:
-        statistics: ``"sample"``, ``"running"``, ``"fixed"`` or ``"learned"``.
-        num_heads: H.
-        head_dim: D.
-        matching: Criterion of ``"sample"`` and ``"running"``, and of the default below.
-        alpha: Value of ``"fixed"``, start of ``"learned"``; None = matched to unit variances.
-        beta: Likewise.
-        momentum: Of ``"running"``.
-        impl: What computes the statistics of ``"sample"`` and ``"running"``; as in
-            `lln.lln_attention`.
-        device: Where buffers and parameters live.
+    Without α or β, ``"fixed"`` and ``"learned"`` values are matched to unit variances.
     """
     check_choice("statistics", statistics, STATISTICS)
     checks.check_matching(matching)
@@ -317,15 +299,7 @@ def per_head(
     *,
     is_positive: bool = True,
 ) -> Tensor:
-    """A number or H values as H values in float32.
-
-    Args:
-        name: Of the argument, for the error.
-        value: What was given.
-        num_heads: H.
-        device: Where the result goes.
-        is_positive: Whether zero and negative numbers are refused.
-    """
+    """A number or H values as H values in float32; ``is_positive`` refuses zero and below."""
     try:
         tensor = torch.as_tensor(value, dtype=torch.float32)
     except (TypeError, ValueError) as error:

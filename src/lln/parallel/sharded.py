@@ -14,6 +14,7 @@ from torch import Tensor
 from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
 from lln.eager.causal import causal_attention
+from lln.eager.causal_walk import Inputs
 from lln.eager.dropout import drop_keys
 from lln.eager.run import repeat_heads, repeat_temperature, widen
 from lln.eager.summary import read_heads
@@ -192,4 +193,4 @@ def _long_range(
         return read_heads(query, alpha, *before())
     key, value = repeat_heads(key, heads), repeat_heads(value, heads)
     alpha, beta = (repeat_temperature(side, heads, query.dtype) for side in (alpha, beta))
-    return causal_attention(query, key, value, alpha, beta, call.key_mask, before)
+    return causal_attention(Inputs(query, key, value, alpha, beta, call.key_mask), before)

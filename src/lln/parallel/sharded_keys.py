@@ -14,9 +14,8 @@ from torch import Tensor
 
 from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
-from lln.eager.key_attention import attend_rows, share_of
+from lln.eager.key_attention import KeyTerms, attend_rows, share_of
 from lln.eager.key_blocks import Groups
-from lln.eager.key_terms import KeyTerms
 from lln.eager.run import numbers_of_blocks, repeat_heads, widen
 from lln.kernels.keys.keys_ops import fused_sharded_keys
 from lln.kernels.launching.limits import widest_value

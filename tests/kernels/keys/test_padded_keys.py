@@ -104,9 +104,9 @@ def compare(lengths, dtype=torch.float32, key_heads=1, value_width=None, numbers
         held += [start < length for start in range(0, -(-length // size) * size, group)]
     queries = torch.tensor(held).nonzero()[:, 0].to(DEVICE)
     if is_certain:
-        assert torch.equal(call.indices[:, queries], plain.indices[:, queries])
-    assert call.cu_seqlens.tolist() == plain.cu_seqlens.tolist()
-    options |= {"keys": call.indices, "group_size": group}
+        assert torch.equal(call.keys[:, queries], plain.keys[:, queries])
+    assert call.bounds.tolist() == plain.bounds.tolist()
+    options |= {"keys": call.keys, "group_size": group}
     if not numbers:
         numbers = [call.alpha, call.beta, call.offset]
         grads = [*grads, *(None,) * 3]
