@@ -139,7 +139,7 @@ def of_windows() -> Iterator[Section]:
     found = read("modernbert-cuda")
     yield Section(README, "modernbert", window_tables.ends(found) if found else "")
     found = read("pages-cuda")
-    command = missing("python -m lln_lab.benchmarks.pages", "pages-cuda")
+    command = missing("python -m lln_lab.benchmarks.page_times", "pages-cuda")
     yield Section(TABLES, "page-times", page_tables.times(found) if found else command)
     found = read("minilm-cpu")
     lengths = (256, 1024, 4096)

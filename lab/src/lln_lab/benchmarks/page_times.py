@@ -1,7 +1,7 @@
 """Window, sinks and pages against the best fused softmax attention, on a GPU.
 
-    python -m lln_lab.benchmarks.pages --out lab/results/benchmarks/pages-cuda.json
-    python -m lln_lab.benchmarks.pages --parts decode --lengths 8192
+    python -m lln_lab.benchmarks.page_times --out lab/results/benchmarks/pages-cuda.json
+    python -m lln_lab.benchmarks.page_times --parts decode --lengths 8192
 
 ``training`` is a step (forward and backward) of an encoder's layer: 12 heads of 64, B · N = 65,536,
 window 128, 16 pages. ``prefill`` and ``decode`` are a decoder's: a text at once, and one token more
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", help="default: 2,048 to 131,072")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    command = "python -m lln_lab.benchmarks.pages"
+    command = "python -m lln_lab.benchmarks.page_times"
     content: dict[str, Any] = {"setup": describe("cuda", command), "rows": []}
     for part in given.parts:
         for tokens in given.lengths or LENGTHS[part]:
