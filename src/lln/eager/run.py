@@ -25,7 +25,6 @@ from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.key_terms import KeyTerms
 from lln.eager.page_attention import attend_pages
 from lln.eager.page_choice import Sight
-from lln.eager.page_step import attend_step, is_step
 from lln.eager.summary import read_heads, summarise_heads
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
@@ -41,8 +40,6 @@ def attend_dense(call: Call, *, walks: bool = False) -> Tensor:
         call: A dense call.
         walks: See `causal_attention`.
     """
-    if call.kind == "pages" and is_step(call):
-        return attend_step(*call.qkv, call.keys, Sight.of(call), call.factor)
     query, key, value = widen(*call.qkv, call.key_mask, call.dropout_p)
     wide = call.replace(query=query, key=key, value=value)
     if call.kind == "lln":
@@ -155,12 +152,17 @@ def widen_inputs(
     dtype = accumulation_dtype(query.dtype)
     if query.dtype != dtype:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return clean_queries(query, key, key_mask), key, drop_keys(value, dropout_p)
+
+
+def clean_queries(query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Queries with zeros in place of what padded ones hold that cannot be computed with."""
     if key_mask is not None and query.shape[2] == key.shape[2]:
         # A NaN in a padded query, or a number that overflows when multiplied by α, may show in its
         # own row; but in the backward pass 0 · NaN would reach the gradient of every key.
         padding = ~key_mask[:, None, :, None]
         query = torch.where(padding & ~(query.abs() < _PADDING_LIMIT), 0.0, query)
-    return query, key, drop_keys(value, dropout_p)
+    return query
 
 
 def repeat_temperature(scale: float | Tensor, heads: int, dtype: torch.dtype) -> float | Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lln.checks.call import Call
+from lln.cpu.run import choose_pages as choose_compiled
 from lln.eager.infinity import as_nan
 from lln.eager.page_choice import Sight, choose_pages
-from lln.eager.page_step import choose_step, is_step
 from lln.kernels.pages.page_ops import fused_page_choice
 from lln.precision import accumulation_dtype
 
@@ -37,10 +37,10 @@ def choose_for(call: Call, impl: str) -> Tensor:
             is_causal=call.is_causal,
             scale=call.factor,
         )
-    if is_step(call):
-        return choose_step(query.detach(), key.detach(), call.keys, Sight.of(call), call.factor)
+    if impl == "cpu" and query.numel() and call.keys:
+        return choose_compiled(call)
     dtype = accumulation_dtype(query.dtype)
-    query, key = query.detach().to(dtype), as_nan(key.detach().to(dtype))
+    query, key = (as_nan(side.detach().to(dtype)) for side in (query, key))
     if call.key_mask is not None:
         key = torch.where(call.key_mask[:, None, :, None], key, 0.0)
     # A choice by another width is made by scores of its own, whose order the scale keeps.
