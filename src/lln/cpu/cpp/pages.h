@@ -54,11 +54,17 @@ struct TokenRows {
 
   // The same with NaN in place of infinity, which a softmax may hide.
   void read_openly(int64_t row, int64_t width, float factor, float* to) const {
-    read(row, width, factor, to);
+    const char* from = data + row * step;
     for (int64_t d = 0; d < width; d += LANES) {
-      const lanes own = load(to + d);
-      store(to + d, own + unless_finite(own));
+      const lanes own = numbers(from + d * (is_short ? 2 : 4));
+      store(to + d, own * factor + unless_finite(own));
     }
+  }
+
+  // Asks for one.
+  void fetch(int64_t row, int64_t width) const {
+    for (int64_t at = 0; at < width * (is_short ? 2 : 4); at += 64)
+      __builtin_prefetch(data + row * step + at);
   }
 };
 
@@ -281,6 +287,7 @@ struct PageHead {
     float* to = panels + (keeps ? number : 0) * panel_floats(call);
     if (has_panel[number]) return to;
     has_panel[number] = keeps;
+    const TokenRows from = rows_of(choice_key, key_head());
     by_parts<PACKS>(size, [&](auto pack, int64_t start) {
       float* own = to + start * LANES * (depth + 1);
       for (int p = 0; p < pack; ++p) {
@@ -288,8 +295,11 @@ struct PageHead {
           const int64_t j = (number * LANES + lane) * size + start + p;
           return j < count && hides[j] == 0 ? j : -1;
         };
-        for (int lane = 0; lane < LANES; ++lane)
+        for (int lane = 0; lane < LANES; ++lane) {
           own[p * LANES + lane] = token(lane) < 0 ? LOWEST : 0.0f;
+          // The next panel comes in the meantime.
+          from.fetch(first + ((number + 1) * size + start + p) * LANES + lane, depth);
+        }
         turn_choice_keys(token, own + (pack + p) * LANES, pack * LANES);
       }
     });
