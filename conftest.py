@@ -1,4 +1,4 @@
-"""What every test starts from: fixed seeds, a hypothesis profile, poisoned memory on request."""
+"""What every test starts from: fixed seeds, a profile; on request poison and compiled passes."""
 
 import os
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from lln.cpu import building
+from lln.cpu import library as opening
 from lln.functional import prepared_calls
 from lln.testing import poison_empty
 from lln.testing.processor import facts
@@ -15,8 +17,8 @@ settings.register_profile("ci", deadline=None, max_examples=25, derandomize=True
 settings.register_profile("nightly", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "local"))
 
-# Whatever was compiled on this machine; tests/kernels/launching/test_launcher.py and
-# tests/cpu/test_compiled_passes.py have their own.
+# Whatever was compiled on this machine; tests/kernels/launching/test_launcher.py and the fixture
+# ``compiled`` have their own.
 os.environ["LLN_LAUNCHER"] = "python"
 os.environ.setdefault("LLN_CPU", "torch")
 
@@ -52,3 +54,31 @@ def poisoned():
     """Fresh memory holds NaN while the test runs."""
     with poison_empty():
         yield
+
+
+@pytest.fixture(scope="session")
+def path_of_library(tmp_path_factory):
+    """The library of this installation; if it has none or that of other sources, one made here."""
+    own = building.LIBRARY
+    if not (own.exists() and building.fingerprint().encode() in own.read_bytes()):
+        own = tmp_path_factory.mktemp("cpu") / own.name
+    try:
+        return building.build(own)
+    except building.BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def functions(path_of_library):
+    """What it computes, whether or not the passes are switched off."""
+    try:
+        opening._openmp()
+    except OSError as error:
+        pytest.skip(f"the passes run on PyTorch's threads, but {error}")
+    return opening.open_library(path_of_library)
+
+
+@pytest.fixture
+def compiled(functions, monkeypatch):
+    """The compiled passes in use, which are switched off otherwise."""
+    monkeypatch.setattr(opening, "_found", functions)

@@ -7,28 +7,7 @@ from lln.cpu import library as opening
 from lln.functional import prepared_calls
 
 NAMES = ("forward", "backward", "match", "forward_causal", "backward_causal")
-NAMES += ("forward_keys", "backward_keys", "choose")
-
-
-@pytest.fixture(scope="session")
-def path_of_library(tmp_path_factory):
-    """The library of this installation; if it has none or that of other sources, one made here."""
-    own = building.LIBRARY
-    if not (own.exists() and building.fingerprint().encode() in own.read_bytes()):
-        own = tmp_path_factory.mktemp("cpu") / own.name
-    try:
-        return building.build(own)
-    except building.BuildError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="session")
-def functions(path_of_library):
-    try:
-        opening._openmp()
-    except OSError as error:
-        pytest.skip(f"the passes run on PyTorch's threads, but {error}")
-    return opening.open_library(path_of_library)
+NAMES += ("forward_keys", "backward_keys", "choose", "forward_pages")
 
 
 @pytest.fixture(scope="session")
@@ -61,9 +40,8 @@ def by_torch(monkeypatch):
 
 
 @pytest.fixture
-def taken(functions, monkeypatch):
+def taken(compiled, monkeypatch):
     """The compiled passes in use; what they are asked for."""
-    monkeypatch.setattr(opening, "_found", functions)
     calls = []
 
     def count(name):

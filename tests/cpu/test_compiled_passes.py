@@ -627,6 +627,7 @@ def test_no_memory_is_an_error(taken, without_memory, monkeypatch):
     calls += [lambda: lln.block_diagonal_attention(*sides, block_size=24)]
     alone = [side.detach() for side in sides]
     calls += [lambda: lln.lln_keys_attention(*alone), lambda: lln.choose_keys(*alone[:2], 4)]
+    calls += [lambda: lln.page_attention(*alone)]
     for call in calls:
         with pytest.raises(MemoryShortageError, match="compiled passes got no memory"):
             call()

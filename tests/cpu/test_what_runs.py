@@ -70,6 +70,14 @@ CALLS = {
     "packed keys": lambda sides, **o: lln.lln_keys_attention_varlen(
         *packed(sides), BOUNDS, keys=4, **KEYS, **o
     ),
+    # These without gradients.
+    "pages": lambda sides, **o: lln.page_attention(*sides, window=9, pages=2, page_size=8, **o),
+    "causal pages": lambda sides, **o: lln.page_attention(
+        *sides, window=9, pages=2, page_size=8, key_mask=MASK, is_causal=True, **o
+    ),
+    "packed pages": lambda sides, **o: lln.page_attention_varlen(
+        *packed(sides), BOUNDS, window=9, pages=2, page_size=8, **o
+    ),
     # Of these PyTorch computes the statistics only, as it always does.
     "paper": lambda sides, **o: lln.lln_attention(*sides, matching="paper", **o),
     "matched keys": lambda sides, **o: lln.lln_keys_attention(*sides, keys=4, block_size=16, **o),
@@ -77,6 +85,7 @@ CALLS = {
     "decode": lambda sides, **o: decode(*sides, **o),
 }
 COMPILED = list(CALLS)[: list(CALLS).index("paper")]
+FORWARD_ONLY = ("pages", "causal pages", "packed pages")
 COMPILED_AS_DOCUMENTED = [*COMPILED, "paper", "matched keys"]
 
 
@@ -143,17 +152,21 @@ def test_eager_is_plain_pytorch(kind, learns, watched, plans):
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_cpu_is_compiled(kind, watched, plans):
-    sides = [side.requires_grad_() for side in sides_of()]
+    learns = kind not in FORWARD_ONLY
+    sides = [side.requires_grad_(learns) for side in sides_of()]
 
     def call():
-        torch.autograd.grad(CALLS[kind](sides, impl="cpu").sum(), sides)
+        out = CALLS[kind](sides, impl="cpu")
+        if learns:
+            torch.autograd.grad(out.sum(), sides)
 
     # Dropped values are zeroed by a product before the call, and causal parts joined after it.
     others = {"mul"} if kind in ("lln, dropout", "causal blocks") else set()
     assert not operations(call) & ARITHMETIC - others
-    assert {"lln_causal_forward", "lln_forward", "lln_keys_forward"} & set(watched.called)
+    forward = {"lln_causal_forward", "lln_forward", "lln_keys_forward", "lln_pages_forward"}
+    assert forward & set(watched.called)
     backward = {"lln_causal_backward", "lln_backward", "lln_keys_backward"}
-    assert backward & set(watched.called)
+    assert bool(backward & set(watched.called)) == learns
     # Not even a part of it is computed otherwise.
     assert not any("torch" in str(plan) for plan in plans) or "causal" in kind
     assert str(plans[0]).startswith("Compiled passes compute the call")

@@ -17,10 +17,11 @@ from torch.nn import functional as F
 import lln
 from lln import InvalidInputError, UnexpectedArgumentError
 from lln.errors import BackendUnavailableError
-from lln.testing import LAYOUTS, make_qkv
+from lln.testing import LAYOUTS, assert_close, make_qkv
 
 causal_or_not = pytest.mark.parametrize("is_causal", [False, True], ids=["both sides", "causal"])
-every_impl = pytest.mark.parametrize("impl", ["auto", "eager", "reference"])
+every_impl = pytest.mark.parametrize("impl", ["auto", "eager", "cpu", "reference"])
+by_torch_or_compiled = pytest.mark.parametrize("impl", ["eager", "cpu"])
 BOUNDS = torch.tensor([0, 0, 5, 40, 40, 41, 70, 70])
 FORM = {"window": 6, "sinks": 3, "pages": 3, "page_size": 4}
 
@@ -32,9 +33,18 @@ def choose(query, key, form, **options):
     return lln.choose_pages(query.double(), key.double(), form["pages"], **sizes, **options)
 
 
-def check(shape, dtype, *, mask=None, layout="contiguous", scale=None, is_causal=False, **form):
-    """Plain PyTorch against the reference, with every gradient."""
+def dtype_of(impl):
+    """The most precise that it computes in."""
+    return torch.float32 if impl == "cpu" else torch.float64
+
+
+def check(
+    shape, dtype, impl, *, mask=None, layout="contiguous", scale=None, is_causal=False, **form
+):
+    """A way against the reference; plain PyTorch with every gradient."""
     form = FORM | form
+    if impl == "cpu" and dtype == torch.float64:
+        dtype = torch.float32
     leaves = list(make_qkv(**shape, dtype=dtype, layout=layout, requires_grad=True))
     key_mask = None if mask is None else make_mask(mask, shape["batch"], shape["tokens"])
     options = {"key_mask": key_mask, "is_causal": is_causal, "scale": scale}
@@ -42,10 +52,18 @@ def check(shape, dtype, *, mask=None, layout="contiguous", scale=None, is_causal
     options |= form | {"enable_gqa": True}
     found = lln.page_attention(*leaves, impl="eager", **options)
     exact = upcast(leaves)
-    assert_agrees(found, lln.page_attention(*exact, impl="reference", **options), leaves, exact)
+    expected = lln.page_attention(*exact, impl="reference", **options)
+    if impl == "eager":
+        assert_agrees(found, expected, leaves, exact)
+        return
+    with torch.no_grad():
+        compiled = lln.page_attention(*leaves, impl="cpu", **options)
+    assert compiled.dtype == dtype
+    assert_close(compiled, expected, found)
 
 
 @causal_or_not
+@by_torch_or_compiled
 @pytest.mark.parametrize(
     "form",
     [
@@ -59,17 +77,19 @@ def check(shape, dtype, *, mask=None, layout="contiguous", scale=None, is_causal
     ],
     ids=name_of,
 )
-def test_lengths_and_forms(form, is_causal):
+def test_lengths_and_forms(form, is_causal, impl):
     for tokens, dtype in zip((1, 17, 90, 90), DTYPES, strict=False):
-        check(sizes(1, 2, tokens, 8), dtype, is_causal=is_causal, **form)
+        check(sizes(1, 2, tokens, 8), dtype, impl, is_causal=is_causal, **form)
 
 
 @causal_or_not
+@by_torch_or_compiled
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask, is_causal):
-    check(sizes(2, 2, 70, 8, key_heads=1), torch.float32, mask=mask, is_causal=is_causal)
+def test_masks(mask, is_causal, impl):
+    check(sizes(2, 2, 70, 8, key_heads=1), torch.float32, impl, mask=mask, is_causal=is_causal)
 
 
+@by_torch_or_compiled
 @pytest.mark.parametrize(
     "shape",
     [
@@ -81,19 +101,20 @@ def test_masks(mask, is_causal):
     ],
     ids=name_of,
 )
-def test_shapes(shape):
-    check(shape, torch.bfloat16)
-    check(shape, torch.float32, mask="holes", scale=-0.1)
+def test_shapes(shape, impl):
+    check(shape, torch.bfloat16, impl)
+    check(shape, torch.float32, impl, mask="holes", scale=-0.1)
 
 
+@by_torch_or_compiled
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout):
-    check(sizes(3, 3, 70, 8), torch.float32, layout=layout, mask="holes")
+def test_layouts(layout, impl):
+    check(sizes(3, 3, 70, 8), torch.float32, impl, layout=layout, mask="holes")
 
 
 def test_many_rows_are_computed_in_parts(monkeypatch):
     query, key, value = make_qkv(2, 4, 90, 8, key_heads=2)
-    form = FORM | {"is_causal": True, "enable_gqa": True}
+    form = FORM | {"is_causal": True, "enable_gqa": True, "impl": "eager"}
     expected = lln.page_attention(query, key, value, **form)
     monkeypatch.setattr("lln.eager.page_choice._MOST_SCORES", 5000)
     monkeypatch.setattr("lln.eager.page_attention._MOST_COPIED", 5000)
@@ -104,7 +125,7 @@ def test_many_rows_are_computed_in_parts(monkeypatch):
 @causal_or_not
 @pytest.mark.parametrize("form", [{"pages": 20}, {"window": 70}, {"sinks": 70}], ids=name_of)
 def test_parts_that_hold_all_tokens_are_softmax(form, is_causal, impl):
-    inputs = make_qkv(2, 3, 70, 8, dtype=torch.float64)
+    inputs = make_qkv(2, 3, 70, 8, dtype=dtype_of(impl))
     found = lln.page_attention(*inputs, **FORM | form, is_causal=is_causal, impl=impl)
     torch.testing.assert_close(found, F.scaled_dot_product_attention(*inputs, is_causal=is_causal))
 
@@ -112,7 +133,7 @@ def test_parts_that_hold_all_tokens_are_softmax(form, is_causal, impl):
 @every_impl
 @causal_or_not
 def test_a_window_alone(is_causal, impl):
-    inputs = make_qkv(2, 3, 70, 8, dtype=torch.float64)
+    inputs = make_qkv(2, 3, 70, 8, dtype=dtype_of(impl))
     options = {"window": 6, "is_causal": is_causal, "impl": impl}
     found = lln.page_attention(*inputs, sinks=0, pages=0, **options)
     torch.testing.assert_close(found, lln.window_attention(*inputs, **options))
@@ -121,7 +142,7 @@ def test_a_window_alone(is_causal, impl):
 @every_impl
 def test_the_last_tokens_of_a_longer_text(impl):
     """What a cache holds: the keys of all tokens, and the queries of the last ones."""
-    query, key, value = make_qkv(2, 4, 60, 8, key_heads=2, dtype=torch.float64)
+    query, key, value = make_qkv(2, 4, 60, 8, key_heads=2, dtype=dtype_of(impl))
     mask = make_mask("left", 2, 60)
     options = FORM | {"is_causal": True, "enable_gqa": True, "impl": impl, "key_mask": mask}
     whole = lln.page_attention(query, key, value, **options)
@@ -130,9 +151,10 @@ def test_the_last_tokens_of_a_longer_text(impl):
         torch.testing.assert_close(found, whole[:, :, 60 - last :])
 
 
-def test_causal_rows_do_not_see_what_comes_later():
-    query, key, value = make_qkv(2, 4, 60, 8, key_heads=2, dtype=torch.float64)
-    options = FORM | {"is_causal": True, "enable_gqa": True}
+@every_impl
+def test_causal_rows_do_not_see_what_comes_later(impl):
+    query, key, value = make_qkv(2, 4, 60, 8, key_heads=2, dtype=dtype_of(impl))
+    options = FORM | {"is_causal": True, "enable_gqa": True, "impl": impl}
     before = lln.page_attention(query, key, value, **options)
     for side in (query, key, value):
         side[:, :, 40:] = 7 * torch.randn_like(side[:, :, 40:])
@@ -141,9 +163,10 @@ def test_causal_rows_do_not_see_what_comes_later():
     assert not torch.allclose(after[:, :, 40:], before[:, :, 40:])
 
 
-def test_left_padding_changes_nothing():
-    query, key, value = make_qkv(1, 4, 50, 8, key_heads=2, dtype=torch.float64)
-    options = FORM | {"is_causal": True, "enable_gqa": True}
+@every_impl
+def test_left_padding_changes_nothing(impl):
+    query, key, value = make_qkv(1, 4, 50, 8, key_heads=2, dtype=dtype_of(impl))
+    options = FORM | {"is_causal": True, "enable_gqa": True, "impl": impl}
     expected = lln.page_attention(query, key, value, **options)
     padded = [F.pad(side, (0, 0, 13, 0), value=torch.nan) for side in (query, key, value)]
     mask = torch.arange(63)[None] >= 13
@@ -154,26 +177,30 @@ def test_left_padding_changes_nothing():
 # The choice
 
 
-def test_a_page_is_chosen_by_its_best_token():
+@every_impl
+def test_a_page_is_chosen_by_its_best_token(impl):
     """A mean would take the page of six tokens that are alike a little."""
     key = torch.zeros(1, 1, 40, 4)
     key[0, 0, 17] = torch.tensor([3.0, 0, 0, 0])
     key[0, 0, 24:32] = torch.tensor([1.0, 0, 0, 0])
     query = torch.tensor([1.0, 0, 0, 0]).expand(1, 1, 40, 4)
-    options = {"window": 0, "sinks": 0, "page_size": 8}
+    options = {"window": 0, "sinks": 0, "page_size": 8, "impl": impl}
     assert (lln.choose_pages(query, key, 1, **options) == 2).all(-1).sum() == 39
     assert lln.choose_pages(query, key, 1, **options)[0, 0, 17] == 3
 
 
-def test_equal_scores_take_the_first_pages():
+@every_impl
+def test_equal_scores_take_the_first_pages(impl):
     query = key = torch.ones(1, 1, 40, 4)
-    found = lln.choose_pages(query, key, 2, window=0, sinks=4, page_size=4, is_causal=True)
+    options = {"window": 0, "sinks": 4, "page_size": 4, "is_causal": True, "impl": impl}
+    found = lln.choose_pages(query, key, 2, **options)
     assert found[0, 0, -1].tolist() == [1, 2]
     assert found[0, 0, 2].tolist() == [-1, -1]
     assert found[0, 0, 6].tolist() == [1, -1]
 
 
-def test_heads_of_a_key_head_are_compared_by_what_they_see_anyway():
+@every_impl
+def test_heads_of_a_key_head_are_compared_by_what_they_see_anyway(impl):
     """One head has large scores everywhere, near tokens included; the other stands out."""
     key = torch.zeros(1, 1, 40, 2)
     key[..., 0] = 5.0
@@ -181,15 +208,16 @@ def test_heads_of_a_key_head_are_compared_by_what_they_see_anyway():
     key[0, 0, 20, 1] = 2.0
     query = torch.eye(2)[:, None].expand(2, 40, 2)[None]
     options = {"window": 2, "sinks": 0, "page_size": 4, "is_causal": True, "enable_gqa": True}
-    assert lln.choose_pages(query, key, 1, **options)[0, 0, -1].tolist() == [5]
+    assert lln.choose_pages(query, key, 1, impl=impl, **options)[0, 0, -1].tolist() == [5]
 
 
-def test_a_choice_by_other_tensors():
-    query, key, value = make_qkv(2, 4, 60, 8, key_heads=2, dtype=torch.float64)
-    other_query, other_key, _ = make_qkv(2, 4, 60, 3, key_heads=2, dtype=torch.float64)
+@every_impl
+def test_a_choice_by_other_tensors(impl):
+    query, key, value = make_qkv(2, 4, 60, 8, key_heads=2, dtype=dtype_of(impl))
+    other_query, other_key, _ = make_qkv(2, 4, 60, 3, key_heads=2, dtype=dtype_of(impl))
     form = FORM | {"scale": 0.7}
     pages = choose(other_query, other_key, form, scale=0.7)
-    options = form | {"enable_gqa": True}
+    options = form | {"enable_gqa": True, "impl": impl}
     expected = lln.page_attention(query, key, value, **options | {"pages": pages})
     choice = (other_query, other_key)
     found = lln.page_attention(query, key, value, choice=choice, **options)
@@ -201,10 +229,10 @@ def test_a_choice_by_other_tensors():
 
 
 @causal_or_not
-@pytest.mark.parametrize("impl", ["auto", "eager", "reference"])
+@every_impl
 def test_packed_sequences_equal_one_call_each(is_causal, impl):
-    query, key, value = torch.randn(3, 70, 2, 8, dtype=torch.float64)
-    choice = torch.randn(2, 70, 2, 3, dtype=torch.float64).unbind()
+    query, key, value = torch.randn(3, 70, 2, 8, dtype=dtype_of(impl))
+    choice = torch.randn(2, 70, 2, 3, dtype=dtype_of(impl)).unbind()
     options = FORM | {"is_causal": is_causal, "impl": impl}
     packed = lln.page_attention_varlen
     found = packed(query, key, value, BOUNDS.int(), choice=choice, **options)
@@ -216,9 +244,10 @@ def test_packed_sequences_equal_one_call_each(is_causal, impl):
         torch.testing.assert_close(found[start:end], expected)
 
 
+@every_impl
 @pytest.mark.parametrize("bounds", [[0], [0, 0, 0]], ids=str)
-def test_no_packed_tokens(bounds):
-    found = lln.page_attention_varlen(*torch.randn(3, 0, 2, 4), torch.tensor(bounds))
+def test_no_packed_tokens(bounds, impl):
+    found = lln.page_attention_varlen(*torch.randn(3, 0, 2, 4), torch.tensor(bounds), impl=impl)
     assert found.shape == (0, 2, 4)
 
 
@@ -228,7 +257,7 @@ def test_no_packed_tokens(bounds):
 @every_impl
 @causal_or_not
 def test_rows_that_see_no_valid_key_give_zeros(is_causal, impl):
-    inputs = make_qkv(2, 2, 60, 8, requires_grad=True)
+    inputs = make_qkv(2, 2, 60, 8, requires_grad=impl != "cpu")
     mask = torch.ones(2, 60, dtype=torch.bool)
     mask[0, :20] = mask[1] = False
     out = lln.page_attention(*inputs, **FORM, key_mask=mask, is_causal=is_causal, impl=impl)
@@ -236,6 +265,8 @@ def test_rows_that_see_no_valid_key_give_zeros(is_causal, impl):
     assert out[0, :, 20:].ne(0).all()
     if is_causal:
         assert (out[0, :, :20] == 0).all()
+    if impl == "cpu":
+        return
     gradients = torch.autograd.grad(out.square().sum(), inputs)
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert all((gradient[1] == 0).all() for gradient in gradients)
@@ -250,9 +281,11 @@ def test_masked_keys_have_no_effect_whatever_they_hold(garbage, impl):
     other_key, other_value = key.clone(), value.clone()
     other_key[1, :, 17:30] = other_value[1, :, 17:30] = garbage
     options = FORM | {"key_mask": mask, "impl": impl}
-    leaves = [query.requires_grad_(), other_key.requires_grad_(), other_value.requires_grad_()]
+    leaves = [side.requires_grad_(impl != "cpu") for side in (query, other_key, other_value)]
     out = lln.page_attention(*leaves, **options)
     torch.testing.assert_close(out, lln.page_attention(query, key, value, **options))
+    if impl == "cpu":
+        return
     gradients = torch.autograd.grad(out.sum(), leaves)
     assert all(gradient.isfinite().all() for gradient in gradients)
 
@@ -287,12 +320,13 @@ def test_first_and_second_derivatives_agree_with_differences(masked, is_causal):
     torch.autograd.gradgradcheck(attend, inputs)
 
 
-def test_dropout_is_of_whole_keys_and_repeats():
+@every_impl
+def test_dropout_is_of_whole_keys_and_repeats(impl):
     query, key, _ = make_qkv(1, 2, 50, 8)
     eye = torch.eye(50).expand(1, 2, 50, 50)
     torch.manual_seed(0)
-    found = lln.page_attention(query, key, eye, **FORM, dropout_p=0.5)
-    plain = lln.page_attention(query, key, eye, **FORM)
+    found = lln.page_attention(query, key, eye, **FORM, dropout_p=0.5, impl=impl)
+    plain = lln.page_attention(query, key, eye, **FORM, impl=impl)
     dropped = (found == 0).all(-2)
     assert 0.2 < dropped.float().mean() < 0.8
     torch.testing.assert_close(found, torch.where(dropped.unsqueeze(-2), 0.0, 2 * plain))
@@ -377,6 +411,13 @@ def test_arguments_that_do_not_fit_get_a_sentence(call, said):
         call()
 
 
-def test_kernels_that_cannot_run_say_why():
+def test_what_cannot_run_says_why(compiled):
     with pytest.raises(BackendUnavailableError, match="triton"):
         lln.page_attention(Q, K, V, impl="triton")
+    for sides, options, said in (
+        ((Q.clone().requires_grad_(), K, V), {}, "finds no gradients of attention to pages"),
+        ((Q.double(), K.double(), V.double()), {}, "computes in float32, not torch.float64"),
+        ((Q, K, V), {"choice": (Q.double(), K.double())}, "chooses pages in float32, not"),
+    ):
+        with pytest.raises(BackendUnavailableError, match=f"impl='cpu' {said}.*; use impl='e"):
+            lln.page_attention(*sides, impl="cpu", **options)

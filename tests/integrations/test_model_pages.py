@@ -7,7 +7,9 @@ import torch
 import transformers
 
 import lln
+from lln.cpu import compiled_passes, library
 from lln.errors import InvalidInputError
+from lln.functional import prepared_calls
 from lln.integrations import attend
 from lln.integrations.cache import LLNCache
 from lln.integrations.convert import convert
@@ -115,6 +117,32 @@ def test_texts_that_are_seen_whole_run_softmax_itself(tiny, text):
             assert (found is not None) == (tokens == most)
             if found is not None:
                 assert (found - attend.attend(calls[0])).abs().max() < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "modernbert"])
+def test_compiled_passes_serve_prompts_and_steps(tiny, text, name, compiled, monkeypatch):
+    model, inputs, asked = paged(tiny, text, name), text(40, padding=6, side="left"), []
+    own = compiled_passes.forward_pages
+    monkeypatch.setattr(
+        compiled_passes,
+        "forward_pages",
+        lambda call: asked.append(call.query.shape[2]) or own(call),
+    )
+    found = model(**inputs)[0]
+    layers = len(asked)
+    assert asked == [40] * layers
+    assert layers > 0
+    if name == "llama":
+        model.generate(**inputs, **GREEDY)
+        assert asked == [40] * 2 * layers + [1] * 8 * layers
+    with monkeypatch.context() as without:
+        without.setattr(library, "_found", "switched off by this test")
+        prepared_calls.clear()
+        plain = model(**inputs)[0]
+    prepared_calls.clear()
+    seen = inputs["attention_mask"].bool()
+    assert (found - plain)[seen].abs().max() < 1e-4 * plain[seen].abs().max()
 
 
 @pytest.mark.parametrize(

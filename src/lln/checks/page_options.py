@@ -32,7 +32,7 @@ def check_pages(call: Call) -> None:
     check_count("page_size", call.page_size)
     _check_numbers(call)
     choice: Any = (call.choice_query, call.choice_key)
-    if choice == (None, None):
+    if choice[0] is choice[1] is None:
         return
     for name, side, other in zip(("query", "key"), choice, (call.query, call.key), strict=True):
         check_tensor(f"the {name} of choice", side)

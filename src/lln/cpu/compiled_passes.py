@@ -64,6 +64,26 @@ class Exact(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
+class Pages(NamedTuple):
+    """What a query sees beside its window, whose size and direction are those of `Blocks`.
+
+    Attributes:
+        keys: How many pages every query chooses, or their numbers, int64 ``[B, Hk, T, P]``.
+        sinks: First tokens.
+        size: Tokens in a page.
+        choice_query: What pages are chosen by, ``[B, H, T, r]``.
+        choice_key: Likewise, ``[B, Hk, S, r]``.
+        dtype: Of all tensors of the call but the output: float32 or bfloat16.
+    """
+
+    keys: int | Tensor
+    sinks: int
+    size: int
+    choice_query: Tensor
+    choice_key: Tensor
+    dtype: torch.dtype
+
+
 # Bits of a float that shorter types do not have.
 DROPPED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
@@ -73,8 +93,8 @@ WINDOW_ROWS = 64
 
 # The structures of the source as bytes, which are filled faster than those of ctypes.
 # A call: nine sizes, where temperatures are, temperatures, blocks, where the mask is, two answers,
-# the window, five sizes of exact keys, offsets.
-_CALL = struct.Struct("@9q2P2fq2fP3q5qPf")
+# the window, five sizes of exact keys, offsets, three sizes of pages.
+_CALL = struct.Struct("@9q2P2fq2fP3q5qPf3q")
 # A tensor: where it is, and its first three strides.
 _SIDE = struct.Struct("@P3q")
 # A curve: five coefficients, two limits and the floor.
@@ -114,6 +134,7 @@ class PassCall(NamedTuple):
         blocks: The short range; None = LLN alone. Causal ones are alone.
         key_mask: bool ``[B, S]``, True = attend.
         exact: Keys beside those of the blocks; None = LLN is added to the blocks instead.
+        pages: Keys beside those of the window; then nothing else is computed.
     """
 
     query: Tensor
@@ -124,6 +145,7 @@ class PassCall(NamedTuple):
     blocks: Blocks | None = None
     key_mask: Tensor | None = None
     exact: Exact | None = None
+    pages: Pages | None = None
 
     def grouped(self, *others: Tensor) -> list[Tensor]:
         """Query, key, value and others, as wide as the passes want them."""
@@ -183,11 +205,8 @@ def forward_keys(call: PassCall, keeps: bool = False) -> tuple[Tensor, list[Tens
     assert call.exact is not None
     query, sides, keys = call.query, call.grouped(), call.exact.keys
     shape = (*query.shape[:-1], sides[2].shape[-1])
-    if query.stride(1) < query.stride(2):
-        out = query.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
-    else:
-        out = query.new_empty(shape)
-    found = keys if isinstance(keys, Tensor) else None
+    out = _empty_like(query, sides[2].shape[-1])
+    found = _given(keys)
     if keeps and isinstance(keys, int):
         found = query.new_empty((*shape[:2], call.exact.groups, keys), dtype=torch.int64)
     _ask("lln_keys_forward", _call(call), (*sides, out), found)
@@ -209,6 +228,20 @@ def choose(call: PassCall) -> Tensor:
     assert isinstance(keys, int)
     found = query.new_empty((*query.shape[:2], exact.groups, keys), dtype=torch.int64)
     _ask("lln_keys_forward", _call(call), call.grouped(), None, found)
+    return found
+
+
+def forward_pages(call: PassCall, attends: bool = True) -> Tensor:
+    """Attention to a window, sinks and pages, float32 ``[B, H, T, E]``; or int64 pages alone."""
+    assert call.pages is not None
+    keys, sides = call.pages.keys, call.grouped(*call.pages[3:5])
+    if attends:
+        out = _empty_like(call.query, sides[2].shape[-1])
+        _ask("lln_pages_forward", _call(call), (*sides, out), _given(keys))
+        return out[..., : call.value.shape[-1]]
+    assert isinstance(keys, int)
+    found = sides[1].new_empty((*call.key.shape[:2], call.query.shape[2], keys), dtype=torch.int64)
+    _ask("lln_pages_forward", _call(call), sides, None, found)
     return found
 
 
@@ -257,6 +290,20 @@ def _grouped(side: Tensor) -> Tensor:
     return F.pad(side, (0, missing)) if missing else side
 
 
+def _given(keys: int | Tensor) -> Tensor | None:
+    """The keys or pages that a caller has chosen."""
+    return keys if isinstance(keys, Tensor) else None
+
+
+def _empty_like(query: Tensor, width: int) -> Tensor:
+    """Room for an output of so many channels in float32, as the query in memory."""
+    batch, heads, tokens, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        shape = (batch, tokens, heads, width)
+        return query.new_empty(shape, dtype=torch.float32).transpose(1, 2)
+    return query.new_empty((batch, heads, tokens, width), dtype=torch.float32)
+
+
 def _cut(side: Tensor, width: int) -> Tensor:
     """The first channels, one row after the other in memory."""
     return side if side.shape[-1] == width else side[..., :width].contiguous()
@@ -277,12 +324,16 @@ def _rows(side: Tensor) -> Tensor:
 
 def _call(asked: PassCall, writes: bool = False) -> _Asked:
     """What the library is asked for; ``writes``: it finds the temperatures of all heads itself."""
-    query, key, value, alpha, beta, blocks, key_mask, exact = asked
+    query, key, value, alpha, beta, blocks, key_mask, exact, pages = asked
     size, scale, mix, is_causal, window = blocks or (0, 1.0, 1.0, False, -1)
     if exact is None:
         # A block of all tokens is the largest that there is.
         size = min(size, query.shape[2])
     keys, group, groups, offset, dtype = exact or (0, 0, 0, 0.0, torch.float32)
+    sinks, page_size, choice_width = 0, 0, 0
+    if pages is not None:
+        keys, sinks, page_size, choice_query, _, dtype = pages
+        choice_width = _whole(choice_query.shape[-1])
     number, is_given = (keys.shape[-1], True) if isinstance(keys, Tensor) else (keys, False)
     offsets, one_offset, kept_offset = _temperature(offset, is_written=False)
     alphas, one_alpha, kept_alpha = _temperature(alpha, writes)
@@ -315,6 +366,9 @@ def _call(asked: PassCall, writes: bool = False) -> _Asked:
         DROPPED_BITS[dtype],
         offsets,
         one_offset,
+        sinks,
+        page_size,
+        choice_width,
     )
     return _Asked(call, (kept_alpha, kept_beta, mask, kept_offset))
 

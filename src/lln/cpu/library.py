@@ -22,6 +22,7 @@ _LOADED = Path("/", "proc", "self", "maps")
 # Numbers of pointers that they take.
 _FUNCTIONS = {"lln_forward": 7, "lln_backward": 9, "lln_match": 4, "lln_keys_forward": 6}
 _FUNCTIONS |= {"lln_causal_forward": 8, "lln_causal_backward": 11, "lln_keys_backward": 10}
+_FUNCTIONS |= {"lln_pages_forward": 8}
 
 
 def is_switched_off() -> bool:

@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lln.checks.call import Call
 from lln.cpu import compiled_passes
 from lln.cpu.compiled_attention import attend_compiled, walk_compiled
 from lln.cpu.compiled_matching import compiled_curves
-from lln.cpu.compiled_passes import WINDOW_ROWS, Blocks, Exact, PassCall
+from lln.cpu.compiled_passes import WINDOW_ROWS, Blocks, Exact, Pages, PassCall
 from lln.eager import run as eager
 from lln.eager.causal import GUARD
 from lln.eager.causal_walk import Inputs
+from lln.eager.dropout import drop_keys
 from lln.eager.infinity import as_nan
 from lln.eager.key_blocks import blocks_in
 
@@ -83,6 +85,34 @@ def choose_keys(call: Call) -> Tensor:
     blocks = Blocks(call.block_size, call.factor, 0.0)
     sides = PassCall(query, key, key, 1.0, 1.0, blocks, call.key_mask, _exact(call))
     return compiled_passes.choose(sides)
+
+
+def attend_pages(call: Call) -> Tensor:
+    """``[B, H, T, E]`` of a dense call with pages, which are chosen on the way or given."""
+    return compiled_passes.forward_pages(_pages(call)).to(call.query.dtype)
+
+
+def choose_pages(call: Call) -> Tensor:
+    """The pages of a dense call by number: int64 ``[B, Hk, T, P]``."""
+    found = compiled_passes.forward_pages(_pages(call), attends=False)
+    return F.pad(found, (0, call.keys - found.shape[-1]), value=-1)
+
+
+def _pages(call: Call) -> PassCall:
+    keys, tokens = call.keys, call.key.shape[2]
+    size, sinks, window = (min(one, tokens) for one in (call.page_size, call.sinks, call.window))
+    keys = keys.long().contiguous() if isinstance(keys, Tensor) else min(keys, -(-tokens // size))
+    is_chosen = call.choice_query is not None
+    choice = (call.choice_query, call.choice_key) if is_chosen else (call.query, call.key)
+    sides, dtype = [*call.qkv, *choice], torch.bfloat16
+    if call.dropout_p or any(side.dtype != dtype for side in sides):
+        dtype, sides = torch.float32, [side.to(torch.float32) for side in sides]
+    query, key, value, choice_query, choice_key = sides
+    query = eager.clean_queries(query, key, call.key_mask)
+    value = drop_keys(value, call.dropout_p)
+    blocks = Blocks(0, call.factor, None, call.is_causal, window)
+    pages = Pages(keys, sinks, size, choice_query, choice_key, dtype)
+    return PassCall(query, key, value, 1.0, 1.0, blocks, call.key_mask, None, pages)
 
 
 def _exact(call: Call) -> Exact:

@@ -24,7 +24,6 @@ from lln.eager.key_attention import KeyTerms, attend_keys, slots_of_heads
 from lln.eager.key_blocks import Groups, dense_blocks
 from lln.eager.page_attention import attend_pages
 from lln.eager.page_choice import Sight
-from lln.eager.page_step import attend_step
 from lln.eager.summary import read_heads, summarise_heads
 from lln.precision import accumulation_dtype
 from lln.tracing import is_untraced_on_cpu
@@ -33,16 +32,13 @@ from lln.tracing import is_untraced_on_cpu
 _PADDING_LIMIT = 1e18
 
 
-def attend_dense(call: Call, *, walks: bool = False, is_step: bool = False) -> Tensor:
+def attend_dense(call: Call, *, walks: bool = False) -> Tensor:
     """``[B, H, T, E]`` in the dtype of query.
 
     Args:
         call: A dense call.
         walks: See `causal_attention`.
-        is_step: Whether to take the way of `lln.eager.page_step`.
     """
-    if is_step:
-        return attend_step(*call.qkv, call.keys, Sight.of(call), call.factor)
     query, key, value = widen(*call.qkv, call.key_mask, call.dropout_p)
     wide = call.replace(query=query, key=key, value=value)
     if call.kind == "lln":
@@ -149,12 +145,17 @@ def widen_inputs(
     dtype = accumulation_dtype(query.dtype)
     if query.dtype != dtype:
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return clean_queries(query, key, key_mask), key, drop_keys(value, dropout_p)
+
+
+def clean_queries(query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Queries with zeros in place of what padded ones hold that cannot be computed with."""
     if key_mask is not None and query.shape[2] == key.shape[2]:
         # A NaN in a padded query, or a number that overflows when multiplied by α, may show in its
         # own row; but in the backward pass 0 · NaN would reach the gradient of every key.
         padding = ~key_mask[:, None, :, None]
         query = torch.where(padding & ~(query.abs() < _PADDING_LIMIT), 0.0, query)
-    return query, key, drop_keys(value, dropout_p)
+    return query
 
 
 def repeat_temperature(scale: float | Tensor, heads: int, dtype: torch.dtype) -> float | Tensor:

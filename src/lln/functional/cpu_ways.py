@@ -13,6 +13,7 @@ from lln.eager import run as eager
 from lln.functional.key_calls import complete, with_numbers
 from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens, one_by_one
+from lln.functional.page_calls import with_pages
 from lln.functional.way import Prepared, Way
 from lln.observers import announce_call, is_observed
 from lln.precision import accumulation_dtype
@@ -124,6 +125,43 @@ class CompiledKeys(CompiledPasses):
             # Nothing to pass over.
             return eager.attend_dense(complete(call, "eager"))
         return compiled.attend_keys(call)
+
+
+class CompiledPages(CompiledPasses):
+    """A window, sinks and pages, chosen on the way, without gradients; heads are cut into parts."""
+
+    name = "compiled pages"
+    kinds = ("pages",)
+
+    def why_not(self, call: Call) -> str | None:
+        """See `Way.why_not`."""
+        choice = (call.choice_query, call.choice_key)
+        reason = super().why_not(call) or why_absent(*choice)
+        if reason is not None:
+            return reason
+        if torch.is_grad_enabled() and any(side.requires_grad for side in call.qkv):
+            return "finds no gradients of attention to pages"
+        if any(side is not None and side.dtype == torch.float64 for side in choice):
+            return "chooses pages in float32, not torch.float64"
+        return None
+
+    def pays(self, call: Call) -> bool:
+        """Always: heads are cut where there are fewer than threads."""
+        del call
+        return True
+
+    def run(self, call: Call, prepared: Prepared) -> Tensor:
+        """See `Way.run`; pages are chosen on the way where nobody wants to see them."""
+        if is_observed() and call.bounds is None:
+            call = with_pages(call, self.impl)
+        return super().run(call, prepared)
+
+    def attend_dense(self, call: Call, prepared: Prepared) -> Tensor:
+        """See `Way.attend_dense`."""
+        if not all(side.numel() for side in call.qkv):
+            # Nothing to pass over.
+            return eager.attend_dense(with_pages(call, "eager"))
+        return compiled.attend_pages(call)
 
 
 class CompiledMatching(CompiledPasses):

@@ -14,7 +14,7 @@ from lln.checks.call import Call
 from lln.checks.signatures import explain_misfits
 from lln.functional import ways
 from lln.functional.checked_call import checked_call, checked_packed_call
-from lln.functional.page_calls import STEP, choose_for
+from lln.functional.page_calls import choose_for
 from lln.functional.run import attend
 from lln.precision import without_autocast
 
@@ -192,7 +192,7 @@ def choose_pages(
     call = checked_call(call, "choose_pages", enable_gqa)
     with torch.no_grad(), without_autocast(query):
         prepared = ways.prepare(call, impl)
-        return choose_for(call, prepared.impl, STEP in prepared.how).long()
+        return choose_for(call, prepared.impl).long()
 
 
 def _sides(choice: Choice | None) -> dict[str, Any]:

@@ -6,10 +6,9 @@ from torch import Tensor
 
 from lln.checks.call import Call
 from lln.eager.packing import attend_packed, attend_packed_keys
-from lln.eager.page_step import is_step
 from lln.eager.run import attend_dense
 from lln.functional.one_by_one import one_by_one
-from lln.functional.page_calls import STEP, with_pages
+from lln.functional.page_calls import with_pages
 from lln.functional.way import ATTENTIONS, Prepared, Way
 from lln.tracing import has_values, is_untraced_on_cpu
 
@@ -33,10 +32,8 @@ class Plain(Way):
     def prepare(self, call: Call) -> Prepared:
         """See `Way.prepare`."""
         how: tuple[str, ...] = ()
-        if call.kind == "pages" and call.bounds is None:
-            how = (STEP,) if is_step(call) else ()
-        elif call.kind == "pages":
-            how = (IN_TURN,)
+        if call.kind == "pages":
+            how = () if call.bounds is None else (IN_TURN,)
         elif call.kind not in ("window", "lln_keys") and is_untraced_on_cpu(
             *call.qkv, call.alpha, call.beta, call.mix, call.bounds
         ):
@@ -61,7 +58,7 @@ class Plain(Way):
         """See `Way.attend_dense`."""
         if call.kind == "pages":
             call = with_pages(call, self.impl)
-        return attend_dense(call, walks=WALK in prepared.how, is_step=STEP in prepared.how)
+        return attend_dense(call, walks=WALK in prepared.how)
 
     def attend_packed(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.attend_packed`."""

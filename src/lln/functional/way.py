@@ -10,7 +10,7 @@ from lln.checks.call import Call
 from lln.functional.key_calls import complete
 from lln.functional.match import with_temperatures
 from lln.functional.one_by_one import no_tokens
-from lln.functional.page_calls import STEP, with_pages
+from lln.functional.page_calls import with_pages
 from lln.observers import announce_call, is_observed
 from lln.precision import without_autocast
 
@@ -65,7 +65,7 @@ class Way:
         if call.kind == "lln_keys":
             call = complete(call, prepared.impl)
         elif call.kind == "pages" and call.bounds is None:
-            call = with_pages(call, prepared.impl, STEP in prepared.how)
+            call = with_pages(call, prepared.impl)
         else:
             call = with_temperatures(call, prepared.impl)
         if is_observed():

@@ -17,6 +17,7 @@ from lln.errors import BackendUnavailableError
 from lln.functional.cpu_ways import (
     CompiledKeys,
     CompiledMatching,
+    CompiledPages,
     CompiledPasses,
     PlainMoments,
 )
@@ -46,6 +47,7 @@ WAYS: tuple[Way, ...] = (
     DecodeKernel(),
     CompiledPasses(),
     CompiledKeys(),
+    CompiledPages(),
     CompiledMatching(),
     PlainMoments(),
     Plain(),

@@ -35,6 +35,9 @@ struct Call {
   // What is added to the slots' logits, like temperatures.
   float* offsets;
   float offset;
+  // Pages: how many first tokens every query sees, how many tokens a page has, and how many numbers
+  // of a token it is chosen by. The window is above; a query chooses so many pages.
+  int64_t sinks, page_size, choice_width;
 };
 
 // log s as a polynomial in log p, where p is within the two limits; smaller spreads than the floor

@@ -11,6 +11,7 @@
 #include "causal.h"
 #include "exact_keys.h"
 #include "matching.h"
+#include "pages.h"
 
 // The library has each function once per instruction set, `lln_forward_avx2` and so on.
 #define JOINED(name, set) name##_##set
@@ -238,6 +239,37 @@ EXPORTED(lln_keys_backward)(const Call* call, const Side* query, const Side* key
       if (!call->mask) continue;
       SeenKeys::spread(head, width, to.to_key, all.to_key);
       SeenKeys::spread(head, values, to.to_value, all.to_value);
+    }
+  }
+  return !shortage;
+}
+
+// Attention to a window, sinks and pages, choice included: the output, wherever its rows lie, and the
+// numbers of the pages, ``[B, Hk, T, P]``, -1 = none. The call may give them instead. Without an output
+// nothing attends; without memory for them they are not told.
+EXPORTED(lln_pages_forward)(const Call* call, const Side* query, const Side* key, const Side* value,
+                            const Side* choice_query, const Side* choice_key, const Side* out,
+                            int64_t* pages) {
+  const int64_t heads = call->batch * call->key_heads, tile = PageHead::queries_in_tile(*call);
+  const int64_t tiles = (call->queries + tile - 1) / tile;
+  // Parts of heads, so that no thread has nothing to do for long; each puts together what it reads.
+  const int64_t wanted = (4 * call->threads + heads - 1) / heads;
+  const int64_t parts = call->threads > 1 ? fewer(wanted, tiles) : 1;
+  Shortage shortage{false};
+#pragma omp parallel num_threads(static_cast<int>(call->threads))
+  {
+    const WithoutTinyNumbers without_tiny_numbers;
+    Room room(PageHead::floats(*call));
+    PageHead own(*call, query, key, value, choice_query, choice_key, room);
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t item = 0; item < heads * parts; ++item) {
+      if (is_short(shortage, room, room)) continue;
+      const int64_t index = item / parts, part = item % parts;
+      own.open(index);
+      const int64_t h = index % call->key_heads * (call->heads / call->key_heads);
+      own.run(tiles * part / parts, tiles * (part + 1) / parts,
+              pages ? pages + index * call->queries * call->chosen : nullptr,
+              out ? out->data + index / call->key_heads * out->batch + h * out->head : nullptr, out);
     }
   }
   return !shortage;

@@ -105,6 +105,32 @@ void softmax(int64_t rows, int64_t columns, float* weight) {
   }
 }
 
+// Softmax without the division: every row's powers and their sum. What takes long for one row, to join
+// its lanes, is done for all rows at once, so that the processor need not wait for it.
+void raise(int64_t rows, int64_t columns, float* weight, float* sums) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const float* row = weight + i * columns;
+    lanes top = load(row);
+    for (int64_t j = LANES; j < columns; j += LANES) top = larger(load(row + j), top);
+    sums[i] = largest_of(top);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    float* row = weight + i * columns;
+    const lanes peak = all(sums[i]);
+    lanes sum = {};
+    for (int64_t j = 0; j < columns; j += 16) {
+      lanes power[GROUP];
+      for (int g = 0; g < GROUP; ++g) power[g] = load(row + j + g * LANES) - peak;
+      exponential(power);
+      for (int g = 0; g < GROUP; ++g) {
+        store(row + j + g * LANES, power[g]);
+        sum += power[g];
+      }
+    }
+    sums[i] = sum_of(sum);
+  }
+}
+
 // Replaces the gradient of softmax's results by that of what it took: w ∘ (dw − rowsum(w ∘ dw)).
 void softmax_gradient(int64_t rows, int64_t columns, const float* weight, float* gradient) {
   for (int64_t i = 0; i < rows; ++i, weight += columns, gradient += columns) {
