@@ -161,7 +161,7 @@ def locate(p_starts, batch, tokens, PACKED: tl.constexpr):
 
 @triton.jit
 def gap_before(p_starts, batch, SHIFTED: tl.constexpr):
-    """How far before token 0 the first block of a sample begins; see `triton_gaps`."""
+    """How far before token 0 the first block of a sample begins; see `gap_kernel`."""
     if SHIFTED:
         return tl.load(p_starts + batch)
     return 0
