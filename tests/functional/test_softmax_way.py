@@ -111,12 +111,42 @@ def test_more_tokens_than_the_table_has_run_what_they_would():
         assert torch.equal(attend(allowed, "auto"), attend(not_allowed, "auto"))
 
 
+FORM = {"window": 3, "sinks": 1, "page_size": 2, "keys": 2, "or_softmax": True}
+
+
+def pages_of(tokens=12, **changes):
+    return Call("pages", *make_qkv(1, 2, tokens, 8), **(FORM | {"is_causal": True} | changes))
+
+
+def test_pages_that_hold_every_token_are_softmax():
+    # Looking both ways, only the chosen pages: a window is cut at the ends.
+    for is_causal, most in ((True, 3 + 1 + 2 * 2), (False, 2 * 2)):
+        assert is_softmax(pages_of(most, is_causal=is_causal))
+        assert not is_softmax(pages_of(most + 1, is_causal=is_causal))
+        assert not is_softmax(pages_of(most, is_causal=is_causal, or_softmax=False))
+    sentence = str(prepare(pages_of(8), "auto"))
+    assert sentence.endswith(": the window and pages would hold every token.")
+
+
+def test_the_table_decides_for_pages_of_texts_without_padding_read_at_once(monkeypatch):
+    monkeypatch.setattr(softmax_way, "CROSSINGS", {"cpu": {"pages": [[None, 12]]}})
+    for is_causal in (True, False):
+        call = pages_of(is_causal=is_causal)
+        assert is_softmax(call)
+        assert not is_softmax(pages_of(13, is_causal=is_causal))
+        assert not is_softmax(call.replace(key_mask=torch.ones(1, 12, dtype=torch.bool)))
+        expected = F.scaled_dot_product_attention(*call.qkv, is_causal=is_causal)
+        assert torch.allclose(attend(call, "auto"), expected, atol=1e-6)
+    call = pages_of()
+    assert not is_softmax(call.replace(query=call.query[:, :, -1:]))
+
+
 def test_every_table_that_ships_ends_with_any_number_of_channels():
     shipped = json.loads(Path(softmax_way.__file__).with_name("crossings.json").read_text("utf-8"))
     shipped = shipped["crossings"]
     assert {"cpu", "cuda"} <= set(shipped)
     for tables in shipped.values():
-        assert set(tables) == {"compiled", "plain"}
+        assert {"compiled", "plain"} <= set(tables) <= {"compiled", "plain", "pages"}
         for rows in tables.values():
             channels = [most for most, _ in rows]
             assert channels[-1] is None

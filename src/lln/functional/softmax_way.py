@@ -1,7 +1,8 @@
 """The way that runs softmax itself, where a converted model may and nothing is sooner.
 
 Up to how many tokens that is so was measured: ``crossings.json``, which
-``python -m lln_lab.benchmarks.short_calls`` fills.
+``python -m lln_lab.benchmarks.short_calls`` fills; for pages on a GPU by
+``python -m lln_lab.benchmarks.page_times``.
 """
 
 from __future__ import annotations
@@ -33,21 +34,25 @@ CROSSINGS: dict[str, Any] = json.loads(
 
 
 class Softmax(Way):
-    """Softmax itself, where a converted layer may run it and no exact keys are sooner."""
+    """Softmax itself, where a converted layer may run it and exact keys or pages are not sooner."""
 
     name = "softmax itself"
     impl = "eager"
-    kinds = ("lln_keys",)
+    kinds = ("lln_keys", "pages")
     is_whole = False
 
     def why_not(self, call: Call) -> str | None:
         """See `Way.why_not`."""
         if not call.or_softmax:
-            return "is not allowed to replace exact keys by softmax here"
+            return "is not allowed to replace exact keys or pages by softmax here"
         if is_observed() or not is_untraced(*call.qkv, call.key_mask):
-            return "runs exact keys where somebody watches"
+            return "runs nothing where somebody watches"
         query, width = call.query, call.value.shape[-1]
         is_fused = not query.is_cuda or (width <= 256 and query.dtype != torch.float64)
+        if call.is_causal and (
+            query.shape[2] != call.key.shape[2] or (query.is_cuda and call.key_mask is not None)
+        ):
+            return "takes neither a cache nor, on a GPU, padding where rows see no later tokens"
         fits = is_fused and call.bounds is None and query.shape[-1] == width
         return None if fits else "would hold all pairs of tokens at once"
 
@@ -66,7 +71,7 @@ class Softmax(Way):
     def run(self, call: Call, prepared: Prepared) -> Tensor:
         """See `Way.run`; without α and β."""
         del prepared
-        return softmax_attention(*call.qkv, call.key_mask, scale=call.scale)
+        return softmax_attention(*call.qkv, call.key_mask, call.is_causal, call.scale)
 
 
 def softmax_attention(
@@ -99,14 +104,23 @@ def _why(call: Call) -> str:
     """Why softmax is taken, in words; empty if it is not."""
     batch, heads, tokens, width = call.query.shape
     device = call.query.device
-    engine = _ENGINES.get(device.type)
-    is_compiled = engine is not None and engine.why_not(call) is None
-    instead = "compiled" if is_compiled else "plain"
-    # All blocks but one. Compiled passes may be sooner than softmax there: the table says.
-    others = (tokens - 1) // call.block_size * call.block_size
-    has_all = isinstance(call.keys, int) and call.keys >= others
-    if has_all and (device.type, instead) != ("cpu", "compiled"):
-        return "blocks and exact keys would hold every token"
+    if call.kind == "pages":
+        instead = "pages"
+        # Looking both ways, pages are cut by the window on either side.
+        seen = call.keys * call.page_size + (call.window + 1 if call.is_causal else 0)
+        if tokens <= seen:
+            return "the window and pages would hold every token"
+        if call.key_mask is not None:
+            return ""
+    else:
+        engine = _ENGINES.get(device.type)
+        is_compiled = engine is not None and engine.why_not(call) is None
+        instead = "compiled" if is_compiled else "plain"
+        # All blocks but one. Compiled passes may be sooner than softmax there: the table says.
+        others = (tokens - 1) // call.block_size * call.block_size
+        has_all = isinstance(call.keys, int) and call.keys >= others
+        if has_all and (device.type, instead) != ("cpu", "compiled"):
+            return "blocks and exact keys would hold every token"
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     rows = CROSSINGS.get(chip, CROSSINGS.get(device.type, {})).get(instead, [])
     count = batch * heads * width

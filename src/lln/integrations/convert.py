@@ -114,8 +114,8 @@ def convert(
             until it is trained, as by `lln recover`. For encoders.
         momentum: Of ``"running"``.
         impl: As in `lln.lln_attention`.
-        or_softmax: Whether layers with exact keys run softmax itself, as before, in calls that are
-            sooner with it; the first training step ends that.
+        or_softmax: Whether layers with exact keys or pages run softmax itself, as before, in calls
+            that are sooner with it; the first training step ends that.
         verbose: Whether to print the table too, for scripts; a shell or notebook shows it anyhow.
         on_step: Called with the part of the work, the step and how many there are at most: before
             the first layer with step 0, then after every step. None = a progress bar, if stderr is

@@ -107,16 +107,11 @@ def _pays(call: AttentionCall) -> bool:
     if call.attention != "lln_keys" or has_more or call.query.shape[2] != call.key.shape[2]:
         return False
     if call.has_pages:
-        return call.settings.impl == "auto" and _sees_all(call)
-    sides, options = (call.query, call.key, call.value), call.key_options()
-    own = Call("lln_keys", *sides, key_mask=call.mask, **options, or_softmax=True)
-    checked = checked_call(own, "lln_keys_attention", True)
-    return call.settings.impl == "auto" and isinstance(choose(checked, "auto"), Softmax)
-
-
-def _sees_all(call: AttentionCall) -> bool:
-    """Whether every query sees all tokens that it may see, which is softmax, one way or another."""
-    sizes, tokens = call.page_sizes, call.key.shape[2]
-    chosen = sizes["pages"] * sizes["page_size"]
-    # Looking both ways, pages are cut by the window on either side.
-    return tokens <= (sizes["window"] + 1 + chosen if call.is_causal else chosen)
+        kind, name, options = "pages", "page_attention", dict[str, Any](call.page_sizes)
+        options |= {"keys": options.pop("pages"), "is_causal": call.is_causal}
+    else:
+        kind, name, options = "lln_keys", "lln_keys_attention", call.key_options()
+    sides = (call.query, call.key, call.value)
+    own = Call(kind, *sides, key_mask=call.mask, **options, or_softmax=True)
+    way = choose(checked_call(own, name, True), "auto")
+    return call.settings.impl == "auto" and isinstance(way, Softmax)
