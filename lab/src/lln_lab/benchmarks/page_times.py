@@ -1,6 +1,7 @@
-"""Window, sinks and pages against the best fused softmax attention, on a GPU.
+"""Window, sinks and pages against the best fused softmax attention, on this machine.
 
     python -m lln_lab.benchmarks.page_times --out lab/results/benchmarks/pages-cuda.json
+    python -m lln_lab.benchmarks.page_times --device cpu --out lab/results/benchmarks/pages-cpu.json
     python -m lln_lab.benchmarks.page_times --parts decode --lengths 8192
 
 ``training`` is a step (forward and backward) of an encoder's layer: 12 heads of 64, B · N = 65,536,
@@ -8,16 +9,19 @@ window 128, 16 pages. ``prefill`` and ``decode`` are a decoder's: a text at once
 of 1 or 16 texts; window 127, 16 sinks, 32 pages. Pages have 16 tokens and are chosen by 32 channels
 that lie ready, as a cache keeps them. bfloat16; times are those of CUDA graphs, choice included;
 softmax is the fastest of PyTorch's fused kernels, and in ``decode`` of the heads of a key head
-taken as queries of one, too.
+taken as queries of one, too. On a CPU: ``prefill`` and ``decode`` of one text with 9 heads of 64,
+float32, wall times, in turn with softmax.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -41,6 +45,8 @@ LENGTHS = {
     "training": (2048, 4096, 8192, 16384, 65536),
     "prefill": (8192, 32768, 131072),
     "decode": (8192, 32768, 131072),
+    "prefill on a CPU": (256, 512, 1024, 2048, 4096, 8192),
+    "decode on a CPU": (512, 2048, 8192),
 }
 TOKENS = 65536
 
@@ -104,6 +110,30 @@ def decode(tokens: int) -> Iterator[dict[str, Any]]:
             yield row | {"lln": {"forward": own}, "softmax": {"forward": softmax}}
 
 
+@torch.no_grad()
+def on_cpu(tokens: int, queries: int) -> dict[str, Any]:
+    """The last queries of one text of SmolLM2's size: medians of rounds."""
+    heads, shared, width = DECODERS[1]
+    query, chosen_by = (torch.randn(1, heads, queries, size) for size in (width, RANK))
+    key, value = (torch.randn(1, shared, tokens, width) for _ in range(2))
+    choice = (chosen_by, torch.randn(1, shared, tokens, RANK))
+    # What transformers hands over.
+    rows = [side.repeat_interleave(heads // shared, 1) for side in (key, value)]
+    calls = {
+        "lln": partial(lln.page_attention, query, key, value, choice=choice, **DECODED),
+        "softmax": partial(F.scaled_dot_product_attention, query, *rows, is_causal=queries > 1),
+    }
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(max(9, 60_000 // tokens)):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            found[name].append(1e3 * (time.perf_counter() - start))
+    # The first two warm up.
+    times = {name: {"forward": median(each[2:])} for name, each in found.items()}
+    return {"batch": 1, "heads": f"{heads}/{shared} × {width}", **times}
+
+
 def times_of_softmax(sides: list[Tensor], tokens: int, is_causal: bool = False) -> float:
     """The best of the fused kernels."""
     found = []
@@ -114,28 +144,39 @@ def times_of_softmax(sides: list[Tensor], tokens: int, is_causal: bool = False) 
     return min(found)
 
 
-PARTS = {"training": training, "prefill": prefill, "decode": decode}
+PARTS: dict[str, Callable[[int], Iterable[dict[str, Any]]]] = {
+    "training": training,
+    "prefill": prefill,
+    "decode": decode,
+    "prefill on a CPU": lambda tokens: [on_cpu(tokens, tokens)],
+    "decode on a CPU": lambda tokens: [on_cpu(tokens, 1)],
+}
 
 
 def main() -> None:
     """Measure, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
-    parser.add_argument("--lengths", type=int, nargs="+", help="default: 2,048 to 131,072")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--parts", nargs="+", choices=("training", "prefill", "decode"))
+    parser.add_argument("--lengths", type=int, nargs="+", help="default: as in the tables")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    command = "python -m lln_lab.benchmarks.page_times"
-    content: dict[str, Any] = {"setup": describe("cuda", command), "rows": []}
-    for part in given.parts:
+    command = f"python -m lln_lab.benchmarks.page_times --device {given.device}"
+    content: dict[str, Any] = {"setup": describe(given.device, command), "rows": []}
+    parts = given.parts or ["training", "prefill", "decode"]
+    if given.device == "cpu":
+        parts = [f"{part} on a CPU" for part in parts if part != "training"]
+    for part in parts:
         for tokens in given.lengths or LENGTHS[part]:
             torch.manual_seed(0)
             for row in PARTS[part](tokens):
-                content["rows"].append({"part": part, "tokens": tokens} | row)
+                content["rows"].append({"part": part.split()[0], "tokens": tokens} | row)
                 print(content["rows"][-1], flush=True)
                 if given.out:
                     # After every row, so that a run that is stopped leaves what it has measured.
                     write_atomically(given.out, json.dumps(content, indent=1) + "\n")
-            torch.cuda.empty_cache()
+            if given.device == "cuda":
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -138,9 +138,10 @@ def of_windows() -> Iterator[Section]:
         yield Section(TABLES, name, write(found) if found else command)
     found = read("modernbert-cuda")
     yield Section(README, "modernbert", window_tables.ends(found) if found else "")
-    found = read("pages-cuda")
-    command = missing("python -m lln_lab.benchmarks.page_times", "pages-cuda")
-    yield Section(TABLES, "page-times", page_tables.times(found) if found else command)
+    for name, device in (("pages-cuda", "cuda"), ("pages-cpu", "cpu")):
+        found = read(name)
+        command = missing(f"python -m lln_lab.benchmarks.page_times --device {device}", name)
+        yield Section(TABLES, name, page_tables.times(found) if found else command)
     found = read("minilm-cpu")
     lengths = (256, 1024, 4096)
     yield Section(README, "minilm", window_tables.speeds(found, lengths) if found else "")

@@ -52,6 +52,13 @@ def times(results: dict[str, Any]) -> str:
         lines.append([*cells, f"{own:.3g}", f"{softmax:.3g}", f"{softmax / own:.2f}×", read])
     titles = ["", "heads", "texts", "tokens", "pages, ms", "softmax, ms", "faster", "fewer bytes"]
     setup = results["setup"]
+    if "--device cpu" in setup["command"]:
+        caption = (
+            "One text, forward, float32, in turn with softmax; otherwise as on the GPU. "
+            f"{setup['device']}, {setup['threads']} threads, torch {setup['torch']}; "
+            f"{source(setup)}."
+        )
+        return table(titles[:-1], [line[:-1] for line in lines], caption)
     caption = (
         "*training*: forward and backward of an encoder's layer, window ±128 and 16 pages; "
         "*prefill*: a whole text, causal; *decode*: one token after so many. Both with window 127, "
