@@ -286,7 +286,7 @@ def test_who_listens_hears_what_is_computed(taken):
         remove_observer(heard.append)
     assert set(taken) == {"forward_pages"}
     (said,) = heard
-    assert torch.equal(said.indices, choose(*sides[:2], is_causal=True))
+    assert torch.equal(said.keys, choose(*sides[:2], is_causal=True))
     assert torch.equal(found, attention(sides, is_causal=True))
 
 
