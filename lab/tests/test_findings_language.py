@@ -198,6 +198,19 @@ def test_when_pages_pay():
         "and of one text from 32,768.",
         name="docs/pages.md",
     )
+    rows = json.loads((benchmarks / "pages-cpu.json").read_text("utf-8"))["rows"]
+    times = {(row["part"], row["tokens"]): row for row in rows}
+
+    def on_cpu(part, tokens):
+        row = times[part, tokens]
+        return row["softmax"]["forward"] / row["lln"]["forward"]
+
+    assert on_cpu("prefill", 1024) < 1 < on_cpu("prefill", 2048)
+    says(
+        f"read faster from 2,048 tokens on ({on_cpu('prefill', 8192):.1f} times at 8,192), a token "
+        f"more above 2,048 ({on_cpu('decode', 8192):.1f} times at 8,192).",
+        name="docs/pages.md",
+    )
 
 
 def test_a_pass_key_is_found():
