@@ -78,8 +78,12 @@ def is_untraced(*sides: object) -> bool:
     """Whether all tensors among these are plain ones, and nobody traces the call."""
     if _is_traced():
         return False
-    # Asking whether something is a tensor takes longer than asking whether it is a plain one.
-    return all(type(side) in _PLAIN or not isinstance(side, Tensor) for side in sides)
+    for side in sides:
+        # Asking whether something is a tensor takes longer than asking whether it is a plain one.
+        is_plain = type(side) in _PLAIN
+        if not is_plain and isinstance(side, Tensor):
+            return False
+    return True
 
 
 def is_untraced_on_cpu(*sides: object) -> bool:

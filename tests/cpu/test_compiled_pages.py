@@ -17,7 +17,7 @@ FORMS = [
     {},
     {"window": 0, "sinks": 0},
     {"pages": 0},
-    {"pages": 1000},
+    {"pages": 90},
     {"page_size": 1, "pages": 5},
     {"page_size": 7},
     {"page_size": 16, "pages": 2, "window": 33},
@@ -124,7 +124,7 @@ def test_the_last_tokens_of_a_longer_text(queries, mask, taken):
 
 
 @pairs(
-    tokens=[40, 150, 700, 3000],
+    tokens=[40, 150, 700, 1500],
     pages=[1, 8, 40],
     page_size=[1, 5, 16, 40],
     kind=["normal", "few values", "alike", "one channel", "half"],

@@ -258,6 +258,8 @@ class AttachedHeads(LLNDiagCore):
         fixed = [module for module in self.children() if isinstance(module, kinds)]
         before = [(module, dict(module.named_buffers())) for module in fixed]
         super()._apply(fn, recurse)
+        # On another device, or in other numbers, something else may be sooner.
+        self.softmax_pays = {}
         for module, buffers in before:
             for name, buffer in buffers.items():
                 moved = getattr(module, name)

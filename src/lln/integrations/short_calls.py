@@ -98,7 +98,7 @@ def _layout(
 ) -> Hashable:
     form = None if mask is None else (mask.shape, mask.dtype)
     shapes = (query.shape, key.shape, value.shape)
-    return shapes, query.dtype, query.device, bool(is_causal), form
+    return shapes, query.dtype, is_causal, form
 
 
 def _pays(call: AttentionCall) -> bool:
