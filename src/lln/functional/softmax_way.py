@@ -1,8 +1,8 @@
 """The way that runs softmax itself, where a converted model may and nothing is sooner.
 
 Up to how many tokens that is so was measured: ``crossings.json``, which
-``python -m lln_lab.benchmarks.short_calls`` fills; for pages on a GPU by
-``python -m lln_lab.benchmarks.page_times``.
+``python -m lln_lab.benchmarks.short_calls`` fills. Its row for pages is read off what
+``python -m lln_lab.benchmarks.page_times`` says of forward passes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from lln.observers import is_observed
 from lln.tracing import is_untraced
 
 _ENGINES = {"cpu": CompiledKeys(), "cuda": KeyKernels()}
-
+# Causal texts with padding need a mask of all pairs: up to so many tokens a small one.
+_MOST_PADDED = 1024
 
 # By chip or kind of device, and by what would run instead: most channels, most tokens.
 CROSSINGS: dict[str, Any] = json.loads(
@@ -49,11 +50,11 @@ class Softmax(Way):
             return "runs nothing where somebody watches"
         query, width = call.query, call.value.shape[-1]
         is_fused = not query.is_cuda or (width <= 256 and query.dtype != torch.float64)
-        if call.is_causal and (
-            query.shape[2] != call.key.shape[2] or (query.is_cuda and call.key_mask is not None)
-        ):
-            return "takes neither a cache nor, on a GPU, padding where rows see no later tokens"
+        if call.is_causal and query.shape[2] != call.key.shape[2]:
+            return "takes no cache"
         fits = is_fused and call.bounds is None and query.shape[-1] == width
+        if call.is_causal and call.key_mask is not None:
+            fits = fits and query.shape[2] <= _MOST_PADDED
         return None if fits else "would hold all pairs of tokens at once"
 
     def pays(self, call: Call) -> bool:
@@ -82,7 +83,7 @@ def softmax_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention, Eq. (1); causal calls take no mask. As everywhere: no keys, zeros."""
+    """Softmax attention, Eq. (1). As everywhere: no keys, zeros."""
     mask: Tensor | None = None
     is_shared = key.shape[1] != query.shape[1]
     if key_mask is not None:
@@ -90,7 +91,13 @@ def softmax_attention(
         there = key_mask[:, None, :, None]
         key, value = torch.where(there, key, 0.0), torch.where(there, value, 0.0)
         mask = (key_mask | ~key_mask.any(1, keepdim=True))[:, None, None, :]
-    if is_shared and (mask is not None or not query.is_cuda):
+        if is_causal:
+            # Not every kernel of PyTorch takes both. A row that sees nothing averages zeros, too.
+            mask = mask & query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+            mask = mask | (~mask.any(-1, keepdim=True) & ~key_mask[:, None, None, :])
+            is_causal = False
+    # PyTorch's fused kernels share heads on a GPU only, without a mask and in half types.
+    if is_shared and (mask is not None or not query.is_cuda or query.dtype.itemsize > 2):
         key, value = (repeat_heads(side, query.shape[1]) for side in (key, value))
         is_shared = False
     if scale is None and not is_shared:
@@ -110,7 +117,7 @@ def _why(call: Call) -> str:
         seen = call.keys * call.page_size + (call.window + 1 if call.is_causal else 0)
         if tokens <= seen:
             return "the window and pages would hold every token"
-        if call.key_mask is not None:
+        if call.key_mask is not None or call.query.dtype.itemsize > 2:
             return ""
     else:
         engine = _ENGINES.get(device.type)
